@@ -179,10 +179,7 @@ class OffloadCheckpointing:
         describe_gathered: Callable[[], str] = str
         trained_bytes = 0
         if gathered is not None and self.options.weights == "resident":
-            num_units = len(gathered.unit_bytes())
-            gathered.keep(num_units)
-            describe_gathered = functools.partial(gathered.describe, num_units)
-            trained_bytes = gathered.trained_bytes(num_units)
+            describe_gathered, trained_bytes = gathered.keep_all()
         if self.policy == "keep":
             if checkpointed:
                 raise OptionError(

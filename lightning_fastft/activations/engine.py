@@ -40,7 +40,7 @@ class HostAllocation:
     ) -> None:
         self._engine, self.group, self.region, self.done = engine, group, region, done
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self.num_bytes = tensor.numel() * tensor.element_size()
+        self.num_bytes = tensor.nbytes
         self.staged: torch.Tensor | None = None
         self.arrived: Mark | None = None
 
@@ -262,7 +262,7 @@ class OffloadEngine:
     def _retire_oldest(self) -> None:
         """Let compute wait for the oldest copy to the host, and release its source."""
         done, tensor, version = self._in_flight.popleft()
-        self._in_flight_bytes -= tensor.numel() * tensor.element_size()
+        self._in_flight_bytes -= tensor.nbytes
         self.streams.wait_compute(done)
         if tensor._version != version:
             raise SwapError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -60,6 +61,12 @@ class GatheredWeights(NamedTuple):
             2
         """
         return sum(total <= num_bytes for total in accumulate(self.unit_bytes()))
+
+    def keep_all(self) -> tuple[Callable[[], str], int]:
+        """Keep every unit gathered; return what describes them, and the memory of trained ones."""
+        num_units = len(self.unit_bytes())
+        self.keep(num_units)
+        return partial(self.describe, num_units), self.trained_bytes(num_units)
 
     def trained_bytes(self, num_kept: int) -> int:
         """Return the memory of trained units among the first ones, which is in use in steps only."""
@@ -152,7 +159,7 @@ def frozen_bytes(layer: nn.Module) -> int:
     """Return the size of the weights of a layer that can be streamed: frozen and not sharded."""
     return sum(
         # NF4 numel() is the logical size; use held_bytes for memory.
-        getattr(parameter, "held_bytes", parameter.numel() * parameter.element_size())
+        getattr(parameter, "held_bytes", parameter.nbytes)
         for parameter in layer.parameters()
         if not parameter.requires_grad and not hasattr(parameter, "device_mesh")
     )

@@ -200,7 +200,7 @@ class StepProbe(SegmentObserver):
     def value_ends(self, segment: Segment, name: str, tensors: Tensors) -> None:
         """Record the end and size of a value."""
         entry = self._values[segment.index][name]
-        entry[0] += sum(align(tensor.numel() * tensor.element_size()) for tensor in tensors)
+        entry[0] += sum(align(tensor.nbytes) for tensor in tensors)
         entry[1][-1][1] = self._meter.now()
 
     def step_ends(self) -> None:

@@ -336,7 +336,7 @@ class Session:
             place == "host"
             and self._engine is not None
             and self._group is not None
-            and tensor.numel() * tensor.element_size() >= _LEAST_HOST_BYTES
+            and tensor.nbytes >= _LEAST_HOST_BYTES
         ):
             allocation = self._engine.store(self._group, tensor)
             if allocation is not None:

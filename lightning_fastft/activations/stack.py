@@ -206,7 +206,7 @@ class SegmentStack(PlannedStack):
             self._layers,
             hidden,
             longest_bytes=self._longest_bytes,
-            base_bytes=meter.allocated() - hidden.numel() * hidden.element_size() + self._extra_bytes(),
+            base_bytes=meter.allocated() - hidden.nbytes + self._extra_bytes(),
             vocab_size=self._vocab_size,
             weight_bytes=self.weights.layer_bytes,
             ends=self.weights.ends,

@@ -114,7 +114,7 @@ def predict_cost(
     width, element_size = hidden.shape[-1], hidden.element_size()
     num_tokens = longest_bytes // (width * element_size)
     gradient_bytes = sum(
-        parameter.numel() * parameter.element_size()
+        parameter.nbytes
         for layer in layers
         for parameter in layer.parameters()
         if parameter.requires_grad and parameter.grad is None

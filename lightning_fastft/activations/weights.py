@@ -281,7 +281,7 @@ def _lay_out(tensors: Sequence[torch.Tensor], *, begin: int) -> _Layer:
     """Assign aligned positions to the tensors; gaps in their memory are removed, the order of axes stays."""
     pieces, end = [], 0
     for tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = tensor.nbytes
         stride = torch.empty_like(tensor, device="meta", requires_grad=False).stride()
         pieces.append(_Piece(tensor, end, num_bytes, tensor.dtype, tensor.shape, stride))
         end += align(num_bytes)

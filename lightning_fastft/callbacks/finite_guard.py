@@ -22,7 +22,7 @@ from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
     from torch.optim import Optimizer
 
 # An occasional bad pack is a data problem; max_skips of them in this many steps means that training diverged.
@@ -90,7 +90,7 @@ class FiniteGuard(GivenOnce, Callback):
         self._base = Status(STATUS_NAME, "inactive", "no training yet")
         self._copies = AsyncScalarReader()
         self._recent: deque[bool] = deque(maxlen=WINDOW_STEPS)
-        self._trainer: pl.Trainer | None = None
+        self._trainer: Trainer | None = None
         # Micro-batches of the current accumulation window, and steps whose flags are not yet copied to the host: number
         # from 1 and micro-batches of each.
         self._micros: list[_Micro] = []
@@ -104,7 +104,7 @@ class FiniteGuard(GivenOnce, Callback):
             return self._base
         return self._base._replace(reason=f"{self._base.reason}; {self.num_skipped} of {self.num_steps} steps skipped")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Determine how the optimizer takes the flag, and start to guard it."""
         self._stop()
         patcher_of(trainer).add_undo(self._stop)
@@ -118,9 +118,7 @@ class FiniteGuard(GivenOnce, Callback):
         if isinstance(optimizer, FusedAdamW):
             optimizer.attach_guard(self._flag_of)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the origin of a batch; host integers only."""
         if self._trainer is not None:
             packed = find_packed_batches(batch)
@@ -132,15 +130,13 @@ class FiniteGuard(GivenOnce, Callback):
                 )
             )
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Keep the loss of a micro-batch on the device."""
         if self._trainer is not None:
             self._losses.append(loss.detach().reshape(()).float())
 
     @torch.no_grad()
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the gradients before clipping, unless the optimizer provides the norm that it clips by."""
         if self._trainer is None:
             return
@@ -165,14 +161,14 @@ class FiniteGuard(GivenOnce, Callback):
         elif bool(found_inf):
             inner.zero_grad(set_to_none=True)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Check earlier flags and copy the new ones to the host, every check_every_n_steps."""
         if self._trainer is not None and len(self._flags) >= self.check_every_n_steps:
             # All ranks must stop at the same step, so all must have the same flags.
             self._judge(self._copies.poll() if trainer.world_size == 1 else self._copies.wait())
             self._send()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the remaining steps, with one host sync."""
         if self._trainer is None:
             return
@@ -182,7 +178,7 @@ class FiniteGuard(GivenOnce, Callback):
         finally:
             self._stop()
 
-    def _judge_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Status:
+    def _judge_run(self, trainer: Trainer, pl_module: LightningModule) -> Status:
         """Return how this run is guarded, or why not."""
         # A loop under Fabric may train a plain module, and reports each step to this callback.
         if not getattr(pl_module, "automatic_optimization", True):
@@ -337,12 +333,12 @@ def _held_values(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [grad for grad in held if grad.numel()]
 
 
-def _describe(micros: list[_Micro], trainer: pl.Trainer) -> str:
+def _describe(micros: list[_Micro], trainer: Trainer) -> str:
     """Name the packs of one step on this rank, with their examples if a PackedDataModule planned them."""
     return ", ".join(_describe_micro(micro, trainer) for micro in micros) or "no batch"
 
 
-def _describe_micro(micro: _Micro, trainer: pl.Trainer) -> str:
+def _describe_micro(micro: _Micro, trainer: Trainer) -> str:
     data = getattr(trainer, "datamodule", None)
     parts = []
     for index in micro.plan_indices:

@@ -18,7 +18,7 @@ from lightning_fastft.kernels.compilation import Compilation
 from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher
@@ -142,12 +142,12 @@ class FusedKernels(ModelSwaps):
             statuses.append(Status(GRAPHS_STATUS, "inactive", reason))
         return statuses
 
-    def before_model(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def before_model(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to compile kernels, on a GPU."""
         if trainer.strategy.root_device.type == "cuda":
             self._compile_ahead(trainer, pl_module)
 
-    def _compile_ahead(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _compile_ahead(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compile the kernels of the run in threads, if its model is still to be read."""
         from lightning_fastft.estimate.rehearsal import record_launches
         from lightning_fastft.hf.dtypes import DTYPES
@@ -179,7 +179,7 @@ class FusedKernels(ModelSwaps):
         assert self._patcher is not None
         self._patcher.add_undo(self._compilation.cancel)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install, and move frozen weights into buffers with their adapters; the model is on its device now."""
         from lightning_fastft.fused.install import fuse_weight_buffers
 
@@ -187,7 +187,7 @@ class FusedKernels(ModelSwaps):
         if self._patcher is not None and self.is_installed and self.base_compute == "model_dtype":
             self._weight_buffers = fuse_weight_buffers(pl_module, self._patcher)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install, and quantise sharded weights; a checkpoint is loaded by now."""
         self._await_kernels()
         super().on_validation_start(trainer, pl_module)
@@ -195,7 +195,7 @@ class FusedKernels(ModelSwaps):
 
     on_test_start = on_predict_start = on_sanity_check_start = on_validation_start
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Quantise trained and sharded weights now, so that the activation plan counts them, and trained weights after
         each optimizer step.
         """
@@ -212,7 +212,7 @@ class FusedKernels(ModelSwaps):
                 self._patcher.add_undo(hook.remove)
 
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Quantise trained weights before the first batch: another callback may have swapped an average in."""
         if batch_idx == 0:
@@ -220,13 +220,11 @@ class FusedKernels(ModelSwaps):
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that an average may be swapped back."""
         self._is_validated = True
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Quantise trained weights after a validation."""
         if self._is_validated:
             self._is_validated = False
@@ -238,14 +236,12 @@ class FusedKernels(ModelSwaps):
             for base in self._fp8:
                 base.refresh()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the weights contiguous again, because they may be merged or written next."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.give_back()
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write contiguous weights, without the padding for their adapters."""
         for weight_buffer in self._weight_buffers:
             weight_buffer.make_whole(checkpoint.get("state_dict", {}))
@@ -256,7 +252,7 @@ class FusedKernels(ModelSwaps):
             self._compilation.wait()
             self._compilation = None
 
-    def _shard_fp8(self, trainer: pl.Trainer) -> None:
+    def _shard_fp8(self, trainer: Trainer) -> None:
         """Let FSDP2 gather frozen weights in e4m3."""
         from lightning_fastft.activations.budgets import auto_host_bytes
 
@@ -265,7 +261,7 @@ class FusedKernels(ModelSwaps):
             base.shard(self._patcher, host_bytes=auto_host_bytes() // max(1, trainer.num_devices))
 
 
-def swaps_of(trainer: pl.Trainer) -> Swaps:
+def swaps_of(trainer: Trainer) -> Swaps:
     """Return what the callbacks and the strategy of a run change in its layers."""
     from lightning_fastft.callbacks.bincount_router import BincountRouter
     from lightning_fastft.estimate.meta_model import Swaps

@@ -22,8 +22,8 @@ from lightning_fastft.strategies.packed_steps import find_packed_batches
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     import torch
+    from lightning.pytorch import LightningModule, Trainer
     from torch import nn
 
     from lightning_fastft.packing.collate import PackedBatch
@@ -81,7 +81,7 @@ class GradientHealth(GivenOnce, Callback):
         """Return what is checked, or the result."""
         return self._status
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """List the trainable tensors and start to watch the optimizers."""
         self._stop_watching()
         patcher_of(trainer).add_undo(self._stop_watching)
@@ -123,9 +123,7 @@ class GradientHealth(GivenOnce, Callback):
             f"{len(named) - num_unchecked} tensors, checked in the first {self.num_steps} steps that can train{note}",
         )
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count labelled tokens and images on the host; an unpacked batch counts as labelled and with images."""
         if self._judges:
             packed = find_packed_batches(batch)
@@ -135,12 +133,12 @@ class GradientHealth(GivenOnce, Callback):
             for judge in self._judges:
                 judge.has_labels |= has_labels and (has_images or not judge.is_tower)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Record that this optimizer step has a backward."""
         for judge in self._judges:
             judge.has_backward = True
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Read and check the results of earlier steps that have arrived."""
         for judge in self._judges:
             judge.judge()
@@ -159,7 +157,7 @@ class GradientHealth(GivenOnce, Callback):
         )
         rank_zero_info(f"GradientHealth: {self._status.reason}.")
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check a run that ended before num_steps."""
         for judge in self._judges:
             judge.finish()

@@ -13,7 +13,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher
@@ -45,7 +45,7 @@ class ModelSwaps(GivenOnce, Callback):
         """Return the statuses for the table of the run, also after the run."""
         return self._statuses or [Status(self.status_name, "inactive", "not installed")]
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Register the swap with a FineTuner that builds its model later; refuse a second callback of this class."""
         super().setup(trainer, pl_module, stage)
         patcher = patcher_of(trainer)
@@ -59,10 +59,10 @@ class ModelSwaps(GivenOnce, Callback):
         if stage == "fit":
             self.before_model(trainer, pl_module)
 
-    def before_model(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def before_model(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare a fit before a FineTuner builds its model; no-op unless overridden."""
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install after configure_model; in a fit before sanity validation."""
         self._install(pl_module)
 

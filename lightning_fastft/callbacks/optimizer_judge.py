@@ -281,9 +281,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     The sum has the type of the integers, so it needs no copy of the tensor.
     """
     is_whole = (
-        tensor.is_contiguous()
-        and tensor.numel() * tensor.element_size() % 4 == 0
-        and tensor.storage_offset() * tensor.element_size() % 4 == 0
+        tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0
     )
     if is_whole:
         return tensor.view(-1).view(torch.int32).sum(dtype=torch.int32).long()

@@ -15,8 +15,8 @@ from lightning_fastft.strategies.packed_steps import CheckRead, PackedSteps, col
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     import torch
+    from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 
@@ -57,7 +57,7 @@ class PackedTraining(GivenOnce, Callback):
             ]
         return self.packed_steps.statuses()
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check whether the strategy installs packed training itself; refuse a second callback of this class."""
         super().setup(trainer, pl_module, stage)
         self._is_redundant = isinstance(trainer.strategy, FastFTStrategyMixin)
@@ -70,60 +70,58 @@ class PackedTraining(GivenOnce, Callback):
         # A step that failed is forgotten when the run ends.
         patcher_of(trainer).set_attribute(self, "_check_read", None)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install before sanity validation, after configure_model."""
         self._install(trainer, pl_module)
         self.packed_steps.check_documents()
         self.packed_steps.place(trainer.strategy.root_device)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what is active."""
         if not self._is_redundant:
             self.packed_steps.check_training_mode()
             rank_zero_info("\n" + render_status_table(collect_statuses(trainer, [])))
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install for ``trainer.validate``."""
         self._install(trainer, pl_module)
 
     on_test_start = on_predict_start = on_validation_start
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the reads of the context before the step."""
         self._begin(batch)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="training_step")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Check a step of manual optimization, whose backward Lightning may not see."""
         if not pl_module.automatic_optimization:
             self._check(pl_module, where="training_step")
 
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Record the reads of the context before the step."""
         self._begin(batch)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="validation_step")
 
-    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="test_step")
 
-    def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Refuse a step whose packed batch no attention layer read."""
         self._check(pl_module, where="predict_step")
 
-    def _precede_searches(self, trainer: pl.Trainer) -> None:
+    def _precede_searches(self, trainer: Trainer) -> None:
         """Move before Lightning's searches, which train in the first hook after the model is built."""
         callbacks: list[Callback] = getattr(trainer, "callbacks", [])
         searches = [
@@ -136,14 +134,14 @@ class PackedTraining(GivenOnce, Callback):
             others = [callback for callback in callbacks if callback is not self]
             trainer.callbacks = [*others[: searches[0]], self, *others[searches[0] :]]  # type: ignore[attr-defined]
 
-    def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _install(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_redundant:
             self.packed_steps.install(pl_module, patcher_of(trainer), environment_of(trainer))
 
     def _begin(self, batch: Any) -> None:
         self._check_read = None if self._is_redundant else self.packed_steps.begin(batch)
 
-    def _check(self, pl_module: pl.LightningModule, *, where: str) -> None:
+    def _check(self, pl_module: LightningModule, *, where: str) -> None:
         check_read, self._check_read = self._check_read, None
         if check_read is not None:
             check_read(pl_module, where=where)

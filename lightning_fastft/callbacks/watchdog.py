@@ -33,8 +33,8 @@ from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     import torch
+    from lightning.pytorch import LightningModule, Trainer
     from torch.optim import Optimizer
 
 STATUS_NAME = "watchdog"
@@ -111,7 +111,7 @@ class Watchdog(GivenOnce, Callback):
         """Return whether ranks are watched and, under a strategy of Lightning, whether their batch counts agree."""
         return self._statuses
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse ranks with different numbers of batches, and start to watch this rank.
 
         Raises:
@@ -152,15 +152,13 @@ class Watchdog(GivenOnce, Callback):
         if trainer.world_size > 1 and not isinstance(trainer.strategy, FastFTStrategyMixin):
             self._statuses.append(check_even_batches(trainer))
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock until the next training batch: loaders are built, or a validation runs."""
         self._beat(Phase.PAUSED)
 
     on_train_epoch_end = on_validation_start = on_train_epoch_start
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock of a micro-batch."""
         self._num_batches += 1
         self._step = trainer.global_step + 1
@@ -169,23 +167,21 @@ class Watchdog(GivenOnce, Callback):
             self._own_times.load()
             self._own_times.begin(trainer.strategy.root_device)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Record the end of the forward."""
         self._beat(Phase.BACKWARD)
         if self._own_times is not None:
             self._own_times.end(trainer.strategy.root_device)
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the end of the backward."""
         self._beat(Phase.BACKWARD_DONE)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Record the beginning of the optimizer step."""
         self._beat(Phase.OPTIMIZER)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Record the end of a micro-batch, and check that the watchdog process runs."""
         if self._own_times is not None:
             self._own_times.note()
@@ -199,21 +195,19 @@ class Watchdog(GivenOnce, Callback):
             rank_zero_warn(f"Watchdog: {self._statuses[0].reason}.")
             self._stop()
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Stop the clock until the next training batch."""
         self._beat(Phase.PAUSED)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop watching."""
         self._stop()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop watching."""
         self._stop()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Tell the other ranks why this one ends; a single rank stops watching."""
         if self._is_alone:
             self._stop()
@@ -233,7 +227,7 @@ class Watchdog(GivenOnce, Callback):
             place = (self._num_beats, self._num_batches, self._step, phase, is_first)
             write_beat(self._memory, Beat(*place, failed_at_s, own_s, text))
 
-    def _start(self, trainer: pl.Trainer, folder: Path, *, run: str) -> None:
+    def _start(self, trainer: Trainer, folder: Path, *, run: str) -> None:
         """Start the watchdog process of this rank."""
         self._step = trainer.global_step + 1
         if trainer.num_nodes > 1:

@@ -21,7 +21,7 @@ from lightning_fastft.checkpoint.files import find_damage, load_file
 from lightning_fastft.checkpoint.slurm import is_requeued
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
 
 LAST = "last"
 STOPPED = "stopped-step="
@@ -29,7 +29,7 @@ _SUFFIX = ".ckpt"
 _RESOLVE_FOLDER = "_ModelCheckpoint__resolve_ckpt_dir"
 
 
-def find_last(trainer: pl.Trainer) -> str | None:
+def find_last(trainer: Trainer) -> str | None:
     """Return the checkpoint for ``ckpt_path="last"``; None if there is none yet.
 
     It is the newest of ``last*.ckpt``, ``stopped-step=N.ckpt`` and the files of OnExceptionCheckpoint in the folders of
@@ -106,7 +106,7 @@ class _Here(_Launcher):
     def is_interactive_compatible(self) -> bool:
         return True
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         return run_with_last(function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
@@ -114,16 +114,16 @@ class _Here(_Launcher):
 
 
 class _Scripts(_SubprocessScriptLauncher):
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         return super().launch(functools.partial(run_with_last, function), *args, trainer=trainer, **kwargs)
 
 
 class _Processes(_MultiProcessingLauncher):
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         return super().launch(functools.partial(run_with_last, function), *args, trainer=trainer, **kwargs)
 
 
-def _folders(trainer: pl.Trainer) -> list[str]:
+def _folders(trainer: Trainer) -> list[str]:
     """Return the folders of the run's ModelCheckpoints, else the Trainer's default_root_dir."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     # Lightning's private method has its rule for a callback without a folder, which depends on the logger.

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
 
     from lightning_fastft.core.patcher import ModelPatcher
 
@@ -19,12 +19,12 @@ Metrics = dict[str, torch.Tensor]
 _SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
 
 
-def batch_progress(trainer: pl.Trainer) -> Any:
+def batch_progress(trainer: Trainer) -> Any:
     """Return Lightning's count of training micro-batches, which it restores from a checkpoint before the first one."""
     return trainer.fit_loop.epoch_loop.batch_progress
 
 
-def take_back_batches(trainer: pl.Trainer, num_batches: int) -> None:
+def take_back_batches(trainer: Trainer, num_batches: int) -> None:
     """Make Lightning count the last micro-batches as not started, so that they are trained again."""
     progress = batch_progress(trainer)
     for tracker in (progress.total, progress.current):
@@ -35,7 +35,7 @@ def take_back_batches(trainer: pl.Trainer, num_batches: int) -> None:
         fetcher.fetched -= num_batches
 
 
-def set_batches_of_epoch(trainer: pl.Trainer, num_batches: int) -> None:
+def set_batches_of_epoch(trainer: Trainer, num_batches: int) -> None:
     """Make Lightning count this many micro-batches of the epoch as done; its total stays."""
     current = batch_progress(trainer).current
     num_before = current.ready
@@ -46,7 +46,7 @@ def set_batches_of_epoch(trainer: pl.Trainer, num_batches: int) -> None:
         fetcher.fetched += num_batches - num_before
 
 
-def note_begun_epoch(trainer: pl.Trainer) -> None:
+def note_begun_epoch(trainer: Trainer) -> None:
     """Make Lightning count the running epoch as begun.
 
     It does not where it resumes at the last batch of an epoch (2.6.6). A checkpoint of the next epoch then reads like
@@ -58,29 +58,29 @@ def note_begun_epoch(trainer: pl.Trainer) -> None:
             setattr(tracker, name, max(getattr(tracker, name), tracker.processed + 1))
 
 
-def is_in_window(trainer: pl.Trainer) -> bool:
+def is_in_window(trainer: Trainer) -> bool:
     """Return whether gradients of a window are partly accumulated, or a micro-batch is running."""
     progress = batch_progress(trainer).current
     return progress.processed < progress.ready or bool(trainer.fit_loop._should_accumulate())
 
 
-def cluster_environment(trainer: pl.Trainer) -> Any:
+def cluster_environment(trainer: Trainer) -> Any:
     """Return the cluster environment of a Trainer."""
     return trainer._accelerator_connector.cluster_environment
 
 
-def signal_connector(trainer: pl.Trainer) -> Any:
+def signal_connector(trainer: Trainer) -> Any:
     """Return the object that installs Lightning's own signal handlers."""
     return trainer._signal_connector
 
 
-def sigterm_broadcast(trainer: pl.Trainer) -> tuple[Any, str]:
+def sigterm_broadcast(trainer: Trainer) -> tuple[Any, str]:
     """Return the epoch loop and the name of its SIGTERM broadcast; the name is empty if the loop has none."""
     loop = trainer.fit_loop.epoch_loop
     return loop, _SIGTERM_BROADCAST if hasattr(loop, _SIGTERM_BROADCAST) else ""
 
 
-def logged_step_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+def logged_step_values(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return the latest step value of each name that ``self.log`` received in this training epoch, on its device.
 
     ``trainer.callback_metrics`` would read values logged with prog_bar=True, with a host sync.
@@ -96,7 +96,7 @@ def checks_at_epoch_end(callback: Any) -> bool:
     return bool(callback._check_on_train_epoch_end)
 
 
-def wrap_monitored(trainer: pl.Trainer, patcher: ModelPatcher, agree: Callable[[Metrics], Metrics]) -> None:
+def wrap_monitored(trainer: Trainer, patcher: ModelPatcher, agree: Callable[[Metrics], Metrics]) -> None:
     """Pass the metrics that ModelCheckpoint, EarlyStopping and ReduceLROnPlateau read through ``agree``.
 
     The patcher undoes it.
@@ -105,7 +105,7 @@ def wrap_monitored(trainer: pl.Trainer, patcher: ModelPatcher, agree: Callable[[
     def wrap(owner: Any, name: str, through: Callable[[Callable[[Any], Any], Any], Any]) -> None:
         patcher.set_attribute(owner, name, functools.partial(through, getattr(owner, name)))
 
-    def read_candidates(read: Callable[[pl.Trainer], Metrics], trainer: pl.Trainer) -> Metrics:
+    def read_candidates(read: Callable[[Trainer], Metrics], trainer: Trainer) -> Metrics:
         # After an exception (save_on_exception) the other ranks may be elsewhere.
         return read(trainer) if trainer.interrupted else agree(read(trainer))
 

@@ -16,11 +16,11 @@ from lightning_fastft.core.errors import CheckpointNotSavedError
 from lightning_fastft.core.files import find_write_obstacle
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import Trainer
 
 
-def prepare_places(trainer: pl.Trainer, io: CheckpointIO) -> None:
+def prepare_places(trainer: Trainer, io: CheckpointIO) -> None:
     """Check that every folder of ModelCheckpoint can be written to. All ranks must call this.
 
     Raises:

@@ -33,7 +33,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
 STATE = "fastft_resume"
 # The shapes of trained tensors depend on these settings, so they cannot change.
@@ -53,7 +53,7 @@ _TRAINER_SETTINGS = (
 )
 
 
-def checkpoint_folder(trainer: pl.Trainer) -> str:
+def checkpoint_folder(trainer: Trainer) -> str:
     """Return the folder or URL of the first ModelCheckpoint that has one, else the Trainer's default_root_dir."""
     folders = (callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
     return str(next((folder for folder in folders if folder is not None), trainer.default_root_dir))
@@ -122,7 +122,7 @@ class ExactResume(GivenOnce, Callback):
         """Return whether random states are saved and signals are handled."""
         return self._status
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset the state of an earlier run; refuse a second callback of this class."""
         super().setup(trainer, pl_module, stage)
         self._stops.unwatch()
@@ -133,9 +133,7 @@ class ExactResume(GivenOnce, Callback):
 
     # Random states.
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the random states of all ranks and the settings. Every rank must call this."""
         self._stops.note_save()
         present = self._at_window_start if is_in_window(trainer) else None
@@ -146,9 +144,7 @@ class ExactResume(GivenOnce, Callback):
         states = on_all_ranks(present.to_plain, error=FastFTError)
         checkpoint[STATE] = {"random": states, "settings": self._settings(trainer, pl_module)}
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read the random state of this rank, and warn of settings that differ."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -170,9 +166,7 @@ class ExactResume(GivenOnce, Callback):
             return
         self._to_restore = RandomState.from_plain(states[trainer.global_rank])
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Restore the random states at the first batch of a resumed run; record them at the start of each window."""
         self._stops.note_progress()
         note_begun_epoch(trainer)
@@ -187,17 +181,17 @@ class ExactResume(GivenOnce, Callback):
 
     # Signals.
 
-    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the signal handlers, after Lightning has installed its own."""
         self._take_signals(trainer)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the signal handlers if there was no sanity check, and create the process group."""
         self._take_signals(trainer)
         self._vote.open()
         self._disable_sigterm_broadcast(trainer)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Save and stop after an optimizer step if a rank received a signal.
 
         Raises:
@@ -209,18 +203,18 @@ class ExactResume(GivenOnce, Callback):
         if has_stepped and not is_in_window(trainer):
             self._stop_if_told(trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the number of validation batches that every rank has: the ranks can vote that often."""
         self._num_val_votes = 0
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             num_batches = sum(trainer.num_val_batches)
             self._num_val_votes = self._vote.fewest(0 if num_batches == float("inf") else int(num_batches))
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Record progress."""
         self._stops.note_progress()
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Save and stop between two validation batches if a rank received a signal.
 
         Raises:
@@ -231,7 +225,7 @@ class ExactResume(GivenOnce, Callback):
             self._num_val_votes -= 1
             self._stop_if_told(trainer)
 
-    def _stop_if_told(self, trainer: pl.Trainer) -> None:
+    def _stop_if_told(self, trainer: Trainer) -> None:
         number = self._vote.agree(self._stops.received)
         if not number:
             return
@@ -252,23 +246,23 @@ class ExactResume(GivenOnce, Callback):
         self._has_stopped = True
         raise RunStopped(number, step=trainer.global_step, path=path)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the process group; Lightning restores the signal handlers."""
         self._stops.unwatch()
         self._patcher.undo()
         self._vote.close()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Drop the process group without waiting for other ranks."""
         self.release_signals(trainer)
         self._patcher.undo()
         self._vote.drop()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop watching after a fit that trained nothing, for which Lightning calls no on_train_end."""
         self.release_signals(trainer)
 
-    def release_signals(self, trainer: pl.Trainer) -> None:
+    def release_signals(self, trainer: Trainer) -> None:
         """Stop watching for signals; after an error also restore the handlers, which Lightning may not do.
 
         The strategy calls this before any callback's ``on_exception`` or ``teardown``. If one of these raises,
@@ -278,10 +272,10 @@ class ExactResume(GivenOnce, Callback):
         if trainer.interrupted and not self._has_stopped:
             self._stops.uninstall()
 
-    def _settings(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    def _settings(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         return {**collect_settings(trainer, pl_module), "seed_everything": self._seed}
 
-    def _take_signals(self, trainer: pl.Trainer) -> None:
+    def _take_signals(self, trainer: Trainer) -> None:
         connector, requeue = signal_connector(trainer), requeue_signal(trainer)
         signals = tuple(dict.fromkeys([*STOP_SIGNALS, *([signal.Signals(requeue)] if requeue else [])]))
         self._has_signals = False
@@ -305,7 +299,7 @@ class ExactResume(GivenOnce, Callback):
             reason += "; signals are not handled (this is not the main thread)"
         self._status = Status("exact resume", "active", reason)
 
-    def _disable_sigterm_broadcast(self, trainer: pl.Trainer) -> None:
+    def _disable_sigterm_broadcast(self, trainer: Trainer) -> None:
         """Disable Lightning's broadcast if every rank handles signals here. All ranks must call this."""
         loop, broadcast = sigterm_broadcast(trainer)
         self._patcher.undo()
@@ -316,7 +310,7 @@ class ExactResume(GivenOnce, Callback):
                 "micro-batch"
             )
 
-    def _warn_of_lost_window(self, trainer: pl.Trainer) -> None:
+    def _warn_of_lost_window(self, trainer: Trainer) -> None:
         """Warn where the data module cannot repeat the start of a window."""
         if not self._has_warned and not getattr(getattr(trainer, "datamodule", None), "repeats_windows", False):
             self._has_warned = True
@@ -328,7 +322,7 @@ class ExactResume(GivenOnce, Callback):
             )
 
 
-def collect_settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+def collect_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
     """Return the settings of Trainer and module by dotted name, as plain types."""
     found = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS}
     hparams = dict(getattr(pl_module, "hparams", {}))
@@ -369,7 +363,7 @@ def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -
     return lines
 
 
-def check_settings(checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> None:
+def check_settings(checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
     """Check that the settings of this run fit the tensors of a checkpoint, before any tensor is loaded.
 
     Raises:

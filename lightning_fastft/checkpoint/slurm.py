@@ -11,20 +11,20 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning_fastft.checkpoint.lightning_internals import cluster_environment
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
 
 # slurmctld may be busy; the ranks wait meanwhile.
 _REQUEST_S = 30.0
 
 
-def requeue_signal(trainer: pl.Trainer) -> int:
+def requeue_signal(trainer: Trainer) -> int:
     """Return the signal after which a job is saved and requeued; 0 outside of SLURM and with auto_requeue=False."""
     environment = cluster_environment(trainer)
     is_requeued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     return int(environment.requeue_signal or 0) if is_requeued else 0
 
 
-def is_requeued(trainer: pl.Trainer) -> bool:
+def is_requeued(trainer: Trainer) -> bool:
     """Return whether SLURM has requeued the job of this run, so that it continues an earlier one."""
     return bool(requeue_signal(trainer)) and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 

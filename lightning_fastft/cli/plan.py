@@ -27,7 +27,7 @@ from lightning_fastft.training.rollouts import RolloutDataModule
 from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
 
 # Default document length in tokens.
 DEFAULT_DOCUMENT_TOKENS = 1024
@@ -83,7 +83,7 @@ def run_plan(words: Sequence[str]) -> int:
     return 0
 
 
-def _render_cluster(options: _Options, model: Tuner, trainer: pl.Trainer, *, max_tokens: int) -> str:
+def _render_cluster(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens: int) -> str:
     """Return the table of strategies on a cluster."""
     assert options.cluster is not None
     assert model.source is not None
@@ -100,7 +100,7 @@ def _render_cluster(options: _Options, model: Tuner, trainer: pl.Trainer, *, max
     return render_layouts(options.cluster, plans)
 
 
-def _render_gpu(options: _Options, model: Tuner, trainer: pl.Trainer, *, max_tokens: int) -> str:
+def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens: int) -> str:
     """Return the plan for one GPU, and the speed of recomputing all and keeping all."""
     assert model.source is not None
     gpu, num_parts = options.gpu, getattr(trainer.strategy, "context_parallel", 1)
@@ -193,7 +193,7 @@ def _has_second_model(model: Tuner) -> bool:
     return isinstance(model, DistillationTuner) and model.store is None
 
 
-def _cost_options(model: Tuner, trainer: pl.Trainer, *, document_tokens: int) -> dict[str, Any]:
+def _cost_options(model: Tuner, trainer: Trainer, *, document_tokens: int) -> dict[str, Any]:
     """Return the options of ``model_costs`` for a tuner's model."""
     from lightning_fastft.hf.dtypes import DTYPES
 

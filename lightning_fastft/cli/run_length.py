@@ -21,7 +21,7 @@ from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
 # A shorter run is usually a mistake: long packs with only a few hundred rows.
 FEWEST_STEPS = 10
@@ -63,7 +63,7 @@ class RunLength(Callback):
         self._has_trained = False
         self._first_batch, self._begin = "", 0.0
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log the plan of the data module before the model is loaded."""
         self._has_trained = False
         data = getattr(trainer, "datamodule", None)
@@ -106,9 +106,7 @@ class RunLength(Callback):
                 f"For more steps: a smaller --data.max_tokens, {smaller}more --trainer.max_epochs."
             )
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Reject a checkpoint past the last epoch, before Lightning does."""
         loops = checkpoint.get("loops")
         if trainer.state.fn != TrainerFn.FITTING or not loops or trainer.max_epochs is None or trainer.max_epochs < 0:
@@ -122,9 +120,7 @@ class RunLength(Callback):
                 "checkpoint."
             )
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record that training has started, and time its first batch."""
         if not self._has_trained:
             compiles = " (compiles kernels)" if trainer.strategy.root_device.type == "cuda" else ""
@@ -133,14 +129,14 @@ class RunLength(Callback):
         self._has_trained = True
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report how long the host took for the first batch; later ones cost nothing."""
         if self._begin:
             log_phase(self._first_batch, time.perf_counter() - self._begin)
             self._begin = 0.0
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log where the trained model is, or that a resumed run had nothing left to train."""
         if self._has_trained:
             saved = getattr(trainer.checkpoint_callback, "last_model_path", "") or getattr(
@@ -173,7 +169,7 @@ class RunLength(Callback):
         )
 
 
-def _is_plain(trainer: pl.Trainer) -> bool:
+def _is_plain(trainer: Trainer) -> bool:
     """Return whether the run trained on plain text, without the chat template."""
     data = getattr(trainer, "datamodule", None)
     report = data.report("train") if isinstance(data, PackedDataModule) else None

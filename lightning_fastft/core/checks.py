@@ -215,11 +215,17 @@ def check_rows_apart(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_out(
-    out: torch.Tensor, *, may_be: Mapping[str, torch.Tensor | None], must_not_meet: Iterable[torch.Tensor | None]
+    out: torch.Tensor,
+    *,
+    like: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    may_be: Mapping[str, torch.Tensor | None],
+    must_not_meet: Iterable[torch.Tensor | None],
 ) -> None:
-    """Refuse memory in which one program would write what another one has still to read: overlapping rows, other
-    inputs, a part of what it may be.
+    """Refuse an ``out`` of another layout than rows like a tensor, and memory in which one program would write what
+    another one has still to read: overlapping rows, other inputs, a part of what it may be.
     """
+    check_layout("out", out, like.shape if shape is None else shape, like=like, num_strided=1)
     check_rows_apart("out", out)
     others = [other for other in must_not_meet if other is not None]
     others += [other for other in may_be.values() if other is not None and not is_same_memory(out, other)]

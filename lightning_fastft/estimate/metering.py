@@ -128,9 +128,9 @@ class Meter(TorchDispatchMode):
         outputs = {id(tensor): tensor for tensor in (*results, *_tensors([given[name] for name in written]))}.values()
         count = _KERNEL_COSTS.get(function.__name__)
         flops, share = (0.0, _ROWS_SHARE) if count is None else count(*args, **kwargs)
-        self._charge(sum(map(_num_bytes, (*inputs, *outputs))), flops, share=share)
+        self._charge(sum(tensor.nbytes for tensor in (*inputs, *outputs)), flops, share=share)
         # The reference may return views of memory that the kernel does not have.
-        self._track(results, _tensors((args, kwargs)), count=_num_bytes)
+        self._track(results, _tensors((args, kwargs)), count=lambda tensor: tensor.nbytes)
         self._note_peak()
         return out
 
@@ -179,7 +179,7 @@ class Meter(TorchDispatchMode):
             return dense_bytes
         flops = _count_flops(packet, *given, out)
         share = 1.0 if flops else _BITSANDBYTES_SHARE if func.namespace == "bitsandbytes" else _ROWS_SHARE
-        self._charge(sum(map(_num_bytes, (*inputs, *outputs))), flops, share=share)
+        self._charge(sum(tensor.nbytes for tensor in (*inputs, *outputs)), flops, share=share)
         return 0
 
     def _charge_attention(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -364,7 +364,7 @@ def _result_of(out: Any, given: list[Any]) -> _Result | None:
     new = _tensors([value for value, place in zip(values, places) if place is None])
     storages = {_storage_of(tensor) for tensor in new}
     is_own = len(storages) == len(new) and storages.isdisjoint(map(_storage_of, _tensors(given)))
-    is_whole = all(tensor.is_contiguous() and tensor.untyped_storage().nbytes() == _num_bytes(tensor) for tensor in new)
+    is_whole = all(tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in new)
     if not (is_own and is_whole) or any(tensor.requires_grad for tensor in new):
         return None
     # The meter watches when the tensors of the result themselves are freed.
@@ -382,7 +382,3 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 def _storage_of(tensor: torch.Tensor) -> int:
     """Return the id of a tensor's storage, which tensors that share memory have in common."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -112,7 +112,7 @@ def measure_model(model: PreTrainedModel, cost: StepCost, *, is_fp8: bool = Fals
     ]
     inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
     outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-    root_frozen = sum(p.numel() * p.element_size() for p in outside if not p.requires_grad)
+    root_frozen = sum(p.nbytes for p in outside if not p.requires_grad)
     root = LayerSize(root_frozen, sum(p.numel() for p in outside if p.requires_grad), 0.0, 0)
     num_trained = sum(part.num_trained for part in (*layers, root))
     frozen_bytes = sum(part.frozen_bytes + part.fp8_copy_bytes for part in (*layers, root))
@@ -146,9 +146,7 @@ def _layer_size(layer: nn.Module, segment: SegmentCost, *, is_fp8: bool) -> Laye
         frozen_bytes=segment.weight_bytes,
         num_trained=sum(parameter.numel() for parameter in trained),
         # NF4 numel() is the logical size; use held_bytes for memory.
-        expert_bytes=sum(
-            getattr(stack, "held_bytes", stack.numel() * stack.element_size()) for stack in frozen_experts
-        ),
+        expert_bytes=sum(getattr(stack, "held_bytes", stack.nbytes) for stack in frozen_experts),
         num_expert_trained=sum(parameter.numel() for parameter in experts if parameter.requires_grad),
         num_fp8=sum(sizes),
         num_fp8_columns=sum(shape[0] for shapes in products for shape in shapes),

@@ -18,9 +18,9 @@ from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     import torch
     from lightning.fabric import Fabric
+    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback
     from torch import nn
     from torch.optim import Optimizer
@@ -233,8 +233,8 @@ class LoopRun:
         for callback in list(self.callbacks):
             getattr(callback, hook)(self._as_trainer(), self.lightning_module, *args)
 
-    def _as_trainer(self) -> pl.Trainer:
-        return cast("pl.Trainer", self)
+    def _as_trainer(self) -> Trainer:
+        return cast("Trainer", self)
 
 
 class NotingLoader:

@@ -108,9 +108,8 @@ class FusedLayer:
                     layer.self_attn, form, parts, x_TD, shape=hidden_states.shape, angles=position_embeddings,
                     mask=attention_mask, options=kwargs, factor=factor, session=session,
                 )  # fmt: skip
-        block = layer._modules.get(form.block)
-        x_TD = _feed_forward(block, parts, x_TD, shape=hidden_states.shape, factor=factor, session=session)
-        x_BSD = x_TD.view(hidden_states.shape)
+        shape, block = hidden_states.shape, layer._modules.get(form.block)
+        x_BSD = _feed_forward(block, parts, x_TD, shape=shape, factor=factor, session=session).view(shape)
         return _add_layer_inputs(x_BSD, layer, form, per_layer_input) if form.has_layer_inputs else x_BSD
 
     def __reduce__(self) -> tuple[Any, ...]:

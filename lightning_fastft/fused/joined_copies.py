@@ -27,7 +27,7 @@ def joined(factors: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         if factor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
-        end += factor.numel() * factor.element_size()
+        end += factor.nbytes
     num_rows, num_columns = sum(factor.shape[0] for factor in factors), first.shape[1]
     with torch.inference_mode(mode=False), torch.no_grad():
         return first.as_strided((num_rows, num_columns), (num_columns, 1))

@@ -72,7 +72,7 @@ def describe_experts(model: nn.Module) -> Status:
     if not held:
         return Status(STATUS_NAME, "inactive", f"no stacks of experts in {type(model).__name__}")
     num_bytes = sum(weight.held_bytes for weight in held)
-    num_dense_bytes = sum(weight.numel() * weight.element_size() for weight in held)
+    num_dense_bytes = sum(weight.nbytes for weight in held)
     sizes = f"{num_bytes / 2**30:.2f} GiB instead of {num_dense_bytes / 2**30:.2f} GiB"
     return Status(STATUS_NAME, "active", f"{len(held)} stacks, double quantisation, {sizes}")
 

@@ -154,7 +154,7 @@ class ExpertsNF4(_Lazy):
     @property
     def held_bytes(self) -> int:
         """Return the bytes of the stack in memory; shape and dtype describe the dense stack."""
-        return sum(part.numel() * part.element_size() for part in self.stack)
+        return sum(part.nbytes for part in self.stack)
 
     def _again(
         self, change: Callable[[torch.Tensor], torch.Tensor] | None = None, *, dtype: torch.dtype | None = None

@@ -17,7 +17,7 @@ from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
 STATUS_NAME = "samples"
 # Validations whose answers are kept: the first one and the last ones.
@@ -80,7 +80,7 @@ class GenerateSamples(GivenOnce, Callback):
         """Return the status, which names the loggers that get the answers."""
         return self._status
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that there is a model to generate with, before training."""
         self.samples, self.num_validations = [], 0
         if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)):
@@ -95,7 +95,7 @@ class GenerateSamples(GivenOnce, Callback):
             STATUS_NAME, "active", f"logged by {', '.join(names)}" if names else "no logger takes texts; RunReport does"
         )
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Generate and log."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
@@ -143,7 +143,7 @@ class GenerateSamples(GivenOnce, Callback):
             "prompts": prompts,
         }
 
-    def _add(self, trainer: pl.Trainer, found: Samples) -> None:
+    def _add(self, trainer: Trainer, found: Samples) -> None:
         self.samples.append(found)
         self.num_validations += 1
         if len(self.samples) > MOST_VALIDATIONS:
@@ -154,7 +154,7 @@ class GenerateSamples(GivenOnce, Callback):
             if log is not None:
                 log(logger, prompts, found)
 
-    def _find_tokenizer(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
+    def _find_tokenizer(self, trainer: Trainer, pl_module: LightningModule) -> Any:
         owners = (self, pl_module, getattr(trainer, "datamodule", None))
         tokenizer = next((found for owner in owners if (found := getattr(owner, "tokenizer", None)) is not None), None)
         if tokenizer is None:
@@ -185,7 +185,7 @@ def _show_prompt(prompt: str | Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"{message['role']}: {message.get('content', '')}" for message in prompt)
 
 
-def _find_model(pl_module: pl.LightningModule) -> Any:
+def _find_model(pl_module: LightningModule) -> Any:
     """Return the model of a LightningModule that generates.
 
     Raises:

@@ -17,7 +17,7 @@ from lightning_fastft.monitor.report.waits import HOST_READERS, HostWait, WaitRe
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
 # The first steps set up optimizer state, kernels and plans, so their host syncs are not typical.
 DEFAULT_STEPS = (4, 5)
@@ -87,7 +87,7 @@ class HostWaitDetector(GivenOnce, Callback):
         reason = f"{found / self.num_watched:g} a step, {len(self.waits)} places, over {self.num_watched} watched steps"
         return Status("host waits", "active", reason, "see the table of waits" if found else "")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the counters and create the recorder."""
         self.close()
         self._reset()
@@ -98,9 +98,7 @@ class HostWaitDetector(GivenOnce, Callback):
         patcher_of(trainer).add_undo(self.close)
         self._recorder = WaitRecorder(trainer.strategy.root_device, on_wait=on_wait, host_only=HOST_READERS)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Stop watching the previous step; start to watch this one if it is in ``steps``."""
         if self._recorder is None:
             return
@@ -117,13 +115,13 @@ class HostWaitDetector(GivenOnce, Callback):
             self._is_counted = True
             self._recorder.start()
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exclude the time between epochs, and the validation."""
         self.pause()
 
     on_validation_start = on_train_epoch_end
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the result if it was not printed yet; warn if the run ended before a step was watched."""
         self.close()
         if self.num_watched:
@@ -135,7 +133,7 @@ class HostWaitDetector(GivenOnce, Callback):
                 "are counted from 0."
             )
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the result so far."""
         if self.num_watched and not isinstance(exception, HostWaitError):
             self._tell()

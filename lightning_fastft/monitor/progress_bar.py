@@ -18,7 +18,7 @@ from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
 # Tokens per second are averaged over this many finished micro-batches.
 NUM_BATCHES_IN_RATE = 20
@@ -84,7 +84,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._window_names: tuple[str, ...] = ()
         self._finished: deque[tuple[float, int]] = deque(maxlen=NUM_BATCHES_IN_RATE + 1)
 
-    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
         """Reset the bar."""
         self._drop()
         self._shown, self._num_tokens, self._last_global_step = {}, 0, trainer.global_step
@@ -92,14 +92,12 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._is_described = False
         super().on_train_start(trainer, *args)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
         """Show epoch and number of batches."""
         self._is_described = True
         super().on_train_epoch_start(trainer, *args)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Show epoch and number of batches in an epoch that was resumed, which Lightning does not start again."""
         if not self._is_described:
             self.on_train_epoch_start(trainer)
@@ -108,7 +106,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Start the copy of the loss, read finished copies, and update the bar."""
         self._num_tokens += sum(found.context.num_real_tokens for found in find_packed_batches(batch))
@@ -122,12 +120,12 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._take_in()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the names that training has logged."""
         self._names_before = frozenset(trainer.progress_bar_metrics)
         super().on_validation_start(trainer, pl_module)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the values of the finished validation, and restart the token rate."""
         if not trainer.sanity_checking:
             values = trainer.progress_bar_metrics
@@ -142,7 +140,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         super().on_train_end(*args)
 
     def get_metrics(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+        self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         """Return the values to show, which are on the host already."""
         return {name: _short(value) for name, value in self._shown.items()}
@@ -152,7 +150,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._sum = self._step = None
         self._num_summed = 0
 
-    def _add(self, trainer: pl.Trainer, loss: torch.Tensor) -> None:
+    def _add(self, trainer: Trainer, loss: torch.Tensor) -> None:
         """Add loss and values of a micro-batch to its window; at the end of a window, compute those of the step."""
         num_micro_batches = trainer.accumulate_grad_batches
         logged = logged_step_values(trainer) if self.names else {}

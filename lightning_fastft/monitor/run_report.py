@@ -30,7 +30,7 @@ from lightning_fastft.monitor.report.verdict import summarize
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastft.planner.plan import Plan, StepCost
 
@@ -112,7 +112,7 @@ class RunReport(GivenOnce, Callback):
         """Return the path of the report."""
         return Status("run report", "active", "written after fit" if self.html_path is None else str(self.html_path))
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and create the folder before training, so that an unwritable folder fails early."""
         self._reset()
         # trainer.log_dir broadcasts, so all ranks must read it.
@@ -136,7 +136,7 @@ class RunReport(GivenOnce, Callback):
         self._is_open = True
         self._run.started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         self._run.device = trainer.strategy.root_device
         if self._run.device.type == "cuda":
@@ -150,13 +150,11 @@ class RunReport(GivenOnce, Callback):
             self._run.detector.is_silent = True
             self._run.detector.on_train_start(trainer, pl_module)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mark the next micro-batch as the first of its epoch, during which the loader starts."""
         self._is_epoch_start = True
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the batch; start the profiler or the detector if it is their step."""
         if self._is_own_detector and self._run.detector is not None:
             self._run.detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -168,15 +166,15 @@ class RunReport(GivenOnce, Callback):
             self._batch.marks.append(("between", self._last_end))
         self._batch.marks.append(("forward", begin))
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Mark the end of the forward."""
         self._begin_part("backward")
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mark the end of the backward; with manual optimization another forward may follow."""
         self._begin_part("forward")
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Mark the start of clipping and the optimizer step, and record its learning rates."""
         self._begin_part("optimizer")
         for name, rate in _learning_rates(trainer, optimizer):
@@ -187,7 +185,7 @@ class RunReport(GivenOnce, Callback):
                 self._run.add_learning_rate(self._run.step, name, float(rate))
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Close the micro-batch, and take in what has arrived."""
         timed, self._batch = self._batch, None
@@ -220,20 +218,20 @@ class RunReport(GivenOnce, Callback):
         self._run.plans = _find_plans(trainer) or self._run.plans
         self._poll()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exclude the validation, and the time between epochs, from the times."""
         self._pause()
 
     on_train_epoch_end = on_validation_start
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the copies of the validation values."""
         if not trainer.sanity_checking:
             for name, value in trainer.callback_metrics.items():
                 if name.startswith("val") and value.numel() == 1:
                     self._scalar_copies.push((self._run.add_validation, trainer.global_step, name), value)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the remaining values with a host sync, and gather those of the other ranks."""
         self._pause()
         if self._is_own_detector and self._run.detector is not None:
@@ -244,11 +242,11 @@ class RunReport(GivenOnce, Callback):
         self._run.times.finish()
         self._run.gather_ranks(trainer)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the report."""
         self._write(trainer, pl_module, state="finished", error=None)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the values so far. Wait for the device and other ranks only if all ranks saved and stopped."""
         state = (
             "stopped"
@@ -271,7 +269,7 @@ class RunReport(GivenOnce, Callback):
             # An error of the report must not hide the error that ended the run.
             rank_zero_warn(f"The run report could not be written: {type(failure).__name__}: {failure}")
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release device objects."""
         self._copies.clear()
         self._scalar_copies.clear()
@@ -290,7 +288,7 @@ class RunReport(GivenOnce, Callback):
         if self._is_own_detector and self._run.detector is not None:
             self._run.detector.pause()
 
-    def _begin_profile(self, trainer: pl.Trainer, batch_idx: int) -> bool:
+    def _begin_profile(self, trainer: Trainer, batch_idx: int) -> bool:
         is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if (
             self.profile_step is None
@@ -315,9 +313,7 @@ class RunReport(GivenOnce, Callback):
 
     # Writing.
 
-    def _write(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, state: str, error: BaseException | None
-    ) -> None:
+    def _write(self, trainer: Trainer, pl_module: LightningModule, *, state: str, error: BaseException | None) -> None:
         if not self._is_open or self.html_path is None or not trainer.is_global_zero:
             return
         self._is_open = False
@@ -338,7 +334,7 @@ class RunReport(GivenOnce, Callback):
         rank_zero_info(f"{summarize(data)}\n{told}" if state in ("finished", "stopped") else told)
 
 
-def _learning_rates(trainer: pl.Trainer, optimizer: Any) -> list[tuple[str, Any]]:
+def _learning_rates(trainer: Trainer, optimizer: Any) -> list[tuple[str, Any]]:
     """Return the learning rate of each parameter group, by the name that LearningRateMonitor gives it."""
     names = [type(found).__name__ for found in trainer.optimizers]
     place = next((index for index, found in enumerate(trainer.optimizers) if found is optimizer), 0)
@@ -352,7 +348,7 @@ def _learning_rates(trainer: pl.Trainer, optimizer: Any) -> list[tuple[str, Any]
     return [(f"{name}/{group.get('name', f'pg{number}')}", group["lr"]) for number, group in enumerate(groups, 1)]
 
 
-def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
+def _find_plans(trainer: Trainer) -> list[tuple[StepCost, Plan]]:
     """Return the current memory plans of the strategy or PackedTraining."""
     owners = (trainer.strategy, *callbacks_of(trainer))
     activations = next(
@@ -367,6 +363,6 @@ def _find_plans(trainer: pl.Trainer) -> list[tuple[StepCost, Plan]]:
     return [(stack.cost, stack.plan) for stack in stacks if stack.cost is not None and stack.plan is not None]
 
 
-def _count_recordings(trainer: pl.Trainer) -> int:
+def _count_recordings(trainer: Trainer) -> int:
     """Return how many layers FusedKernels has recorded as CUDA graphs so far."""
     return sum(getattr(callback, "num_recordings", 0) for callback in callbacks_of(trainer))

@@ -18,7 +18,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
     from lightning_fastft.monitor.flops import ModelFlops
 
@@ -72,7 +72,7 @@ class TokenThroughput(GivenOnce, Callback):
         """Return the device and peak used for the utilisation."""
         return self._status
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the FLOPs of the model and look up the peak of the device."""
         # Imported on first use: callbacks must be importable without transformers.
         from lightning_fastft.hf.families import decoder_layers, find_causal_models
@@ -96,7 +96,7 @@ class TokenThroughput(GivenOnce, Callback):
         self._open = None
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, close a finished interval, and log intervals whose events have passed."""
         device = trainer.strategy.root_device
@@ -112,7 +112,7 @@ class TokenThroughput(GivenOnce, Callback):
             self._open = _Interval(step=trainer.global_step, begin=self._open.end)
         self._log_finished(trainer)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the current interval."""
         if self._open is not None and self._open.num_tokens:
             self._end(self._open, trainer)
@@ -120,12 +120,12 @@ class TokenThroughput(GivenOnce, Callback):
 
     on_train_epoch_end = on_validation_start
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the remaining intervals, with a host sync; drop device objects."""
         self._log_finished(trainer, wait=True)
         self._open = None
 
-    def _end(self, interval: _Interval, trainer: pl.Trainer) -> None:
+    def _end(self, interval: _Interval, trainer: Trainer) -> None:
         interval.step, interval.end = trainer.global_step, mark_time(trainer.strategy.root_device)
         self._waiting.append(interval)
 
@@ -152,11 +152,11 @@ class TokenThroughput(GivenOnce, Callback):
             num_tokens=num_tokens, num_labelled=num_labelled, sum_squared_lengths=sum_squared_lengths
         )
 
-    def _log_finished(self, trainer: pl.Trainer, *, wait: bool = False) -> None:
+    def _log_finished(self, trainer: Trainer, *, wait: bool = False) -> None:
         while self._waiting and has_passed(self._waiting[0].end, wait=wait):
             self._log(trainer, self._waiting.popleft())
 
-    def _log(self, trainer: pl.Trainer, interval: _Interval) -> None:
+    def _log(self, trainer: Trainer, interval: _Interval) -> None:
         seconds = ms_between(interval.begin, interval.end) / 1e3
         if seconds <= 0 or interval.num_tokens == 0:
             return

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from itertools import groupby
 from textwrap import wrap
 
-from lightning_fastft.planner.step import Interval, Plan, Prediction, SegmentPlan, StepCost
+from lightning_fastft.planner.step import Interval, Plan, Prediction, SegmentPlan, StepCost, gib
 
 WIDTH = 100
 # Columns and rows of the two pictures; the rest of WIDTH is for labels.
 NUM_COLUMNS, NUM_ROWS = 84, 8
 _NUMBERS_WIDTH = 28
-_GIB = 2**30
 _MIB = 2**20
 _KINDS = {"forward": "f", "head": "h", "backward": "b", "other": "o"}
 _WAIT = "."
@@ -78,10 +77,10 @@ def describe_segment(plan: SegmentPlan) -> str:
 def _describe_prediction(cost: StepCost, prediction: Prediction) -> str:
     computed = prediction.step_ms - prediction.exposed_ms
     lines = [
-        f"predicted peak    {_gib(prediction.peak_bytes)}",
+        f"predicted peak    {gib(prediction.peak_bytes)}",
         f"predicted step    {prediction.step_ms:,.1f} ms, {max(0.0, computed - cost.least_ms):,.1f} of it recomputed",
         f"exposed copies    {prediction.exposed_ms:,.1f} ms",
-        f"host memory       {_gib(prediction.host_bytes)} pinned, staging slots of "
+        f"host memory       {gib(prediction.host_bytes)} pinned, staging slots of "
         f"{prediction.staging_bytes / _MIB:,.0f} MiB",
     ]
     return "\n".join(lines)
@@ -103,7 +102,7 @@ def _draw_memory(prediction: Prediction) -> str:
     kinds = "".join(_kind_of(label for label, _ in column) for column in columns)
     return "\n".join(
         [
-            f"device memory over the step, full height {_gib(prediction.peak_bytes)}",
+            f"device memory over the step, full height {gib(prediction.peak_bytes)}",
             "(f forward, h head, b backward, one segment after the other)",
             *(f"{mark:>9} |{row}".rstrip() for mark, row in zip(marks, rows)),
             f"{'':>9} +{kinds}",
@@ -161,7 +160,3 @@ def _copy_mark(share: float) -> str:
     if share > 0.99:
         return "#"
     return "=" if share >= 0.5 else "-" if share > 0.01 else _WAIT
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"

@@ -19,6 +19,7 @@ from lightning_fastft.planner.step import (
     StepCost,
     ValueCost,
     check_segments,
+    gib,
     uniform_plan,
 )
 
@@ -43,7 +44,6 @@ _NOTEWORTHY = 1.005
 # If all weights fit, streaming must make the step faster by this factor. It needs host memory and PCIe bandwidth, and
 # the prediction omits the copies of embedding rows (some ms).
 _WORTH_STREAMING = 1.03
-_GIB = 2**30
 
 
 def make_plan(
@@ -104,7 +104,7 @@ def make_plan(
         resident_bytes = search.least_bytes
         search = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=True)
         best = search.run()
-        notes.append(f"frozen weights are streamed: with resident weights the lowest peak is {_gib(resident_bytes)}.")
+        notes.append(f"frozen weights are streamed: with resident weights the lowest peak is {gib(resident_bytes)}.")
     elif best is not None and weights == "auto" and is_streamable:
         resident_ms = model.run(best).step_ms
         other = PlanSearch(model, vram_budget_bytes, host_budget_bytes, is_streamed=True)
@@ -118,7 +118,7 @@ def make_plan(
     prediction = predict(cost, best, machine=machine, buffers=buffers)
     if wider is not None and prediction.step_ms > wider.step_ms * _NOTEWORTHY:
         notes.append(
-            f"the host budget of {_gib(host_budget_bytes)} limits the plan: with {_gib(wider.host_bytes)} a step would "
+            f"the host budget of {gib(host_budget_bytes)} limits the plan: with {gib(wider.host_bytes)} a step would "
             f"take {wider.step_ms:.0f} ms instead of {prediction.step_ms:.0f}."
         )
     return Plan(tuple(best), prediction, tuple(notes))
@@ -136,8 +136,8 @@ def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes:
         )
     if num_weight_bytes > host_budget_bytes:
         raise OptionError(
-            f'weights="stream" needs {_gib(num_weight_bytes)} of pinned host memory for frozen weights, and the host '
-            f'budget is {_gib(host_budget_bytes)}; raise host_budget, or use weights="resident".'
+            f'weights="stream" needs {gib(num_weight_bytes)} of pinned host memory for frozen weights, and the host '
+            f'budget is {gib(host_budget_bytes)}; raise host_budget, or use weights="resident".'
         )
 
 
@@ -155,14 +155,10 @@ def _nothing_fits(search: PlanSearch, wider: Prediction | None, *, weights: str,
     if weights == "resident" and is_streamable:
         ways.append('weights="stream"')
     if wider is not None:
-        ways.append(f"a host budget of {_gib(wider.host_bytes)}")
+        ways.append(f"a host budget of {gib(wider.host_bytes)}")
     ways.append("a larger VRAM budget")
     return (
-        f"No plan fits the VRAM budget of {_gib(search.vram_bytes)}: the lowest possible peak is "
-        f"{_gib(search.least_bytes)}{' with streamed weights' if search.is_streamed else ''}. "
+        f"No plan fits the VRAM budget of {gib(search.vram_bytes)}: the lowest possible peak is "
+        f"{gib(search.least_bytes)}{' with streamed weights' if search.is_streamed else ''}. "
         f"Use {', '.join(ways[:-1])}, or {ways[-1]}."
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"

@@ -214,3 +214,13 @@ def check_segments(cost: StepCost, segments: Sequence[SegmentPlan]) -> None:
             raise OptionError(
                 f"Segment {number} is kept, so its input stays on the device and it names no values; got {plan}."
             )
+
+
+def gib(num_bytes: int) -> str:
+    """Return a size as text.
+
+    Example:
+        >>> gib(3 * 2**29)
+        '1.50 GiB'
+    """
+    return f"{num_bytes / 2**30:.2f} GiB"

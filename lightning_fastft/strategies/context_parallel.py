@@ -23,7 +23,7 @@ from lightning_fastft.strategies.packed_steps import find_packed_batches
 from lightning_fastft.strategies.rendezvous import explain_rendezvous
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
@@ -93,7 +93,7 @@ class ContextParallelMixin(FastFTStrategyMixin):
         """Return the number of devices over which one copy of the weights is sharded."""
         return self.context_parallel
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Check that the model and the callbacks can train on parts of packs, and install packed training.
 
         Raises:
@@ -163,7 +163,7 @@ class ContextParallelMixin(FastFTStrategyMixin):
             )
 
 
-def check_run(trainer: pl.Trainer, *, size: int) -> None:
+def check_run(trainer: Trainer, *, size: int) -> None:
     """Refuse runs that need whole packs.
 
     Raises:

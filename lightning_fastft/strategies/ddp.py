@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fastft.strategies.context_parallel import ContextParallelMixin
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from torch import nn
@@ -98,7 +98,7 @@ class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
         )
         self._is_graph_recorded = False
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Install packed training, wrap the model and create the optimizer."""
         self._is_graph_recorded = False
         super().setup(trainer)

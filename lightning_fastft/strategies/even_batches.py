@@ -10,12 +10,12 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.packing.stream import ENDLESS
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
 
 STATUS_NAME = "even batches"
 
 
-def check_even_batches(trainer: pl.Trainer) -> Status:
+def check_even_batches(trainer: Trainer) -> Status:
     """Compare the number of training batches per epoch over all ranks. Every rank must call this.
 
     It is called in ``on_train_start``. A rank that ends its epoch before the others leaves them waiting for its

@@ -19,7 +19,7 @@ from lightning_fastft.strategies.packed_steps import find_packed_batches
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
     from torch.distributed.device_mesh import DeviceMesh
 
     from lightning_fastft.core.patcher import ModelPatcher
@@ -58,7 +58,7 @@ class ExpertParallelMixin(ContextParallelMixin):
         self._vote = RankVote()
         self._is_in_window = False
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Give every experts module its axis, and install packed training.
 
         Raises:
@@ -127,7 +127,7 @@ class ExpertParallelMixin(ContextParallelMixin):
         return self.sharding_mesh.get_group(self.sharding_mesh.ndim - 1)
 
 
-def check_callbacks(trainer: pl.Trainer, *, size: int) -> None:
+def check_callbacks(trainer: Trainer, *, size: int) -> None:
     """Refuse runs without our experts function, and layers that run from CUDA graphs.
 
     Raises:

@@ -18,7 +18,7 @@ from lightning_fastft.strategies.folder_checkpoints import FolderCheckpointStrat
 from lightning_fastft.strategies.mesh import check_mesh
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -170,7 +170,7 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
             shape = (int(self._data_parallel_size) // shard, shard)
             self._sharding_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Shard the model if configure_model did not, then install packed training and create the optimizer.
 
         Raises:

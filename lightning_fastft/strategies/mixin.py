@@ -35,8 +35,8 @@ from lightning_fastft.strategies.step_down import BACKWARD, HALF_DONE, NOTHING_T
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.utilities.types import STEP_OUTPUT
     from torch.optim import Optimizer
 
@@ -74,7 +74,7 @@ class FastFTStrategyMixin(StepDownMixin):
         self.exact_resume = check_bool("exact_resume", exact_resume)
         self.checkpointing = activations if activations is not None else OffloadCheckpointing("auto")
         self.packed_steps = PackedSteps(attention=attention, activations=self.checkpointing)
-        self._fastft_trainer: pl.Trainer | None = None
+        self._fastft_trainer: Trainer | None = None
         self._patcher: ModelPatcher | None = None
         self._has_logged_backends = False
         self._collects_garbage = False
@@ -100,7 +100,7 @@ class FastFTStrategyMixin(StepDownMixin):
         super()._configure_launcher()
         self._launcher = with_last(self._launcher)
 
-    def connect(self, model: pl.LightningModule) -> None:
+    def connect(self, model: LightningModule) -> None:
         """Connect the module, and add ExactResume to its Trainer while callbacks can still be added."""
         super().connect(model)
         if self.exact_resume and model._trainer is not None and not _resumes_exactly(model._trainer):
@@ -198,7 +198,7 @@ class FastFTStrategyMixin(StepDownMixin):
         if not isinstance(exception, RunStopped):
             destroy_groups_at_exit(False)
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Install packed training on the built model, then set up the parent strategy."""
         self._fastft_trainer = trainer
         self._has_logged_backends = False
@@ -339,5 +339,5 @@ class FastFTStrategyMixin(StepDownMixin):
         return output
 
 
-def _resumes_exactly(trainer: pl.Trainer) -> bool:
+def _resumes_exactly(trainer: Trainer) -> bool:
     return any(isinstance(callback, ExactResume) for callback in callbacks_of(trainer))

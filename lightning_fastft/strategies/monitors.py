@@ -17,7 +17,7 @@ from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import FastFTError, OptionError
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
 
     from lightning_fastft.core.patcher import ModelPatcher
 
@@ -26,7 +26,7 @@ _LIBRARIES = ("lightning", "lightning_fastft")
 _ALWAYS_THERE = frozenset({"epoch", "step"})
 
 
-def check_loggers(trainer: pl.Trainer) -> None:
+def check_loggers(trainer: Trainer) -> None:
     """Open the runs of W&B, as Lightning does next, and refuse one without a login.
 
     Raises:
@@ -45,7 +45,7 @@ def check_loggers(trainer: pl.Trainer) -> None:
             ) from error
 
 
-def check_monitors(trainer: pl.Trainer) -> None:
+def check_monitors(trainer: Trainer) -> None:
     """Warn of monitors that are never logged, and refuse early stopping and checkpoints that would find no metric.
 
     Logged names are known only for modules with an attribute ``logged_names``, such as FineTuner. It is called when
@@ -97,7 +97,7 @@ def check_monitors(trainer: pl.Trainer) -> None:
             )
 
 
-def share_monitored(trainer: pl.Trainer, patcher: ModelPatcher) -> None:
+def share_monitored(trainer: Trainer, patcher: ModelPatcher) -> None:
     """Let ModelCheckpoint, EarlyStopping and ReduceLROnPlateau read the same values on every rank until an undo.
 
     A metric that was logged without ``sync_dist=True`` differs between ranks. They would otherwise train with different
@@ -137,7 +137,7 @@ def _saves_nothing_without(callback: object) -> TypeGuard[ModelCheckpoint]:
     return isinstance(callback, ModelCheckpoint) and bool(callback.monitor) and not callback.save_last
 
 
-def _validates(trainer: pl.Trainer) -> bool:
+def _validates(trainer: Trainer) -> bool:
     """Return whether the run has validation data and reaches a validation before max_steps."""
     # A data module without such data gives an empty list of loaders.
     if not trainer.enable_validation or trainer.val_dataloaders == []:
@@ -149,7 +149,7 @@ def _validates(trainer: pl.Trainer) -> bool:
     return batch_progress(trainer).current.ready + num_left >= first
 
 
-def _monitors(trainer: pl.Trainer) -> Iterator[tuple[object, str]]:
+def _monitors(trainer: Trainer) -> Iterator[tuple[object, str]]:
     for callback in getattr(trainer, "callbacks", ()):
         # A test double may have no monitor.
         monitor = getattr(callback, "monitor", None)
@@ -160,7 +160,7 @@ def _monitors(trainer: pl.Trainer) -> Iterator[tuple[object, str]]:
             yield entry.scheduler, entry.monitor
 
 
-def _ends_before_validation(trainer: pl.Trainer, callback: EarlyStopping) -> bool:
+def _ends_before_validation(trainer: Trainer, callback: EarlyStopping) -> bool:
     """Return whether max_steps ends the run before the end of an epoch at which the callback first finds a metric."""
     if not (callback.strict and checks_at_epoch_end(callback) and trainer.enable_validation) or trainer.max_steps < 0:
         return False

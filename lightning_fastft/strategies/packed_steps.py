@@ -23,7 +23,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Callback, Trainer
     from torch.optim import Optimizer
 
     from lightning_fastft.core.patcher import ModelPatcher
@@ -172,13 +172,13 @@ def find_packed_batches(batch: Any) -> list[PackedBatch]:
     return [member for member in members if isinstance(member, PackedBatch)]
 
 
-def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
+def collect_statuses(trainer: Trainer, own: list[Status]) -> list[Status]:
     """Return own statuses, those of the LightningModule (``statuses()``) and those of the callbacks (``status()``)."""
     found = list(own)
     from_module: Callable[[], list[Status]] | None = getattr(trainer.lightning_module, "statuses", None)
     if callable(from_module):
         found += from_module()
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
         from_callback = getattr(callback, "status", None)
         if callable(from_callback):
@@ -187,7 +187,7 @@ def collect_statuses(trainer: pl.Trainer, own: list[Status]) -> list[Status]:
     return found
 
 
-def environment_of(trainer: pl.Trainer) -> RunEnvironment:
+def environment_of(trainer: Trainer) -> RunEnvironment:
     """Return the RunEnvironment of a Trainer's run; the optimizers may be created later."""
     longest_pack = getattr(getattr(trainer, "datamodule", None), "max_tokens", 0)
     num_parts = getattr(trainer.strategy, "context_parallel", 1)

@@ -9,16 +9,16 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fastft.core.patcher import ModelPatcher
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
 
-def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
+def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the callbacks of a Trainer, whose type does not declare them."""
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     return callbacks
 
 
-def patcher_of(trainer: pl.Trainer) -> ModelPatcher:
+def patcher_of(trainer: Trainer) -> ModelPatcher:
     """Return the patcher of a Trainer's present run; the first call creates it.
 
     Strategies, FineTuner and callbacks record all their changes in this one patcher: changes of the model, and of the
@@ -42,13 +42,13 @@ class _UndoPatches(Callback):
     def __init__(self) -> None:
         self.patcher = ModelPatcher()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._undo(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._undo(trainer)
 
-    def _undo(self, trainer: pl.Trainer) -> None:
+    def _undo(self, trainer: Trainer) -> None:
         remaining = [callback for callback in callbacks_of(trainer) if callback is not self]
         trainer.callbacks = remaining  # type: ignore[attr-defined]
         self.patcher.undo()

@@ -14,7 +14,7 @@ from lightning_fastft.core.memory_error import DeviceMemoryError
 from lightning_fastft.strategies.memory_errors import describe_peak, is_out_of_memory
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
@@ -33,7 +33,7 @@ class StepDownMixin(_Base):
     """Repeat a step that ran out of memory under a leaner plan, on a single device; explain it everywhere else."""
 
     checkpointing: OffloadCheckpointing
-    _fastft_trainer: pl.Trainer | None
+    _fastft_trainer: Trainer | None
 
     def _run_or_step_down(self, run_step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         """Run the step; if its forward runs out of memory, reduce the memory use and run it once more.

@@ -190,4 +190,4 @@ def _byte_ranges(rows: Sequence[TableRow]) -> Iterator[tuple[int, int, str]]:
     for index, row in enumerate(rows):
         for kind, tensor in zip(_WRITTEN, row.places()):
             if tensor is not None and tensor.numel():
-                yield tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), f"{kind}[{index}]"
+                yield tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, f"{kind}[{index}]"

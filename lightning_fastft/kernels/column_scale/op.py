@@ -118,8 +118,7 @@ def scale_columns(
         if addend_TN is not None:
             check_layout("addend_TN", addend_TN, x_TN.shape, like=x_TN, num_strided=1)
         if out is not None:
-            check_layout("out", out, x_TN.shape, like=x_TN, num_strided=1)
-            check_out(out, may_be={"x_TN": x_TN, "addend_TN": addend_TN}, must_not_meet=(factor_N,))
+            check_out(out, like=x_TN, may_be={"x_TN": x_TN, "addend_TN": addend_TN}, must_not_meet=(factor_N,))
     with plain_numbers(x_TN.device.type):
         return choose_module(reference, x_TN).scale_columns(
             x_TN, factor_N, offset_N=offset_N, addend_TN=addend_TN, alpha=alpha, out=out
@@ -175,9 +174,7 @@ def scale_columns_backward(
         if saved_TN is not None:
             check_layout("saved_TN", saved_TN, d_y_TN.shape, like=d_y_TN, num_strided=1)
         if out is not None:
-            check_layout("out", out, d_y_TN.shape, like=d_y_TN, num_strided=1)
-            others = (factor_N,) if saved_TN is None else (factor_N, saved_TN)
-            check_out(out, may_be={"d_y_TN": d_y_TN}, must_not_meet=others)
+            check_out(out, like=d_y_TN, may_be={"d_y_TN": d_y_TN}, must_not_meet=(factor_N, saved_TN))
     with plain_numbers(d_y_TN.device.type):
         return choose_module(reference, d_y_TN).scale_columns_backward(
             d_y_TN, saved_TN, factor_N, needs_totals=needs_totals, out=out

@@ -129,8 +129,7 @@ def delta_inputs_backward(
         _check(rows_TC, parameters, position_T, form)
         _check_gradients(gradients, rows_TC, form)
         check_choice("needs_weights", needs_weights, (False, True))
-        check_layout("out", out, rows_TC.shape, like=rows_TC, num_strided=1)
-        check_out(out, may_be={}, must_not_meet=(rows_TC, *gradients))
+        check_out(out, like=rows_TC, may_be={}, must_not_meet=(rows_TC, *gradients))
     with torch.no_grad():
         return choose_module(reference, rows_TC).delta_inputs_backward(
             gradients, rows_TC, parameters, position_T, form=form, needs_weights=needs_weights, out=out

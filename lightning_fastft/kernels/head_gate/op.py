@@ -144,8 +144,7 @@ def head_gate_backward(
     if must_check(is_checked):
         _check(x_THW, rows_TC, weight_W, form)
         check_layout("d_y_TI", d_y_TI, x_THW.flatten(1).shape, like=x_THW, num_strided=1)
-        check_layout("out", out, rows_TC.shape, like=rows_TC, num_strided=1)
-        check_out(out, may_be={}, must_not_meet=(d_y_TI, x_THW, rows_TC, weight_W))
+        check_out(out, like=rows_TC, may_be={}, must_not_meet=(d_y_TI, x_THW, rows_TC, weight_W))
         if check_choice("needs_weight", needs_weight, (False, True)) and not form.has_norm:
             raise OptionError("needs_weight is True, but the form has no norm. Pass needs_weight=False.")
     with no_graph():

@@ -66,8 +66,8 @@ def add_low_rank(
         if residual_TN is not None:
             check_layout("residual_TN", residual_TN, base_TN.shape, like=base_TN, num_strided=1)
         if out is not None:
-            check_layout("out", out, base_TN.shape, like=base_TN, num_strided=1)
-            check_out(out, may_be={"base_TN": base_TN, "residual_TN": residual_TN}, must_not_meet=(low_TR, factor_RN))
+            may_be = {"base_TN": base_TN, "residual_TN": residual_TN}
+            check_out(out, like=base_TN, may_be=may_be, must_not_meet=(low_TR, factor_RN))
     module = choose_module(reference, base_TN)
     # Autocast would round the factors of the reference's products.
     with plain_numbers(base_TN.device.type) if module is reference else no_graph():

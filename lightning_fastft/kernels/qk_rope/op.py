@@ -134,8 +134,7 @@ def _check_backward(
     if form.has_gate is (out is None):
         raise OptionError("out must be given with form.has_gate, its gate columns written already, and only then.")
     if out is not None:
-        check_layout("out", out, shape, like=like, num_strided=1)
-        check_out(out, may_be={}, must_not_meet=(*rope[:4], *d_heads, qkv_TC))
+        check_out(out, like=like, shape=shape, may_be={}, must_not_meet=(*rope[:4], *d_heads, qkv_TC))
 
 
 def _check_form(form: RopeForm) -> None:

@@ -71,8 +71,7 @@ def rms_norm_forward(
         _check_form(form)
         _check_weight(weight_D, x_TD)
         if out is not None:
-            check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
-            check_out(out, may_be={}, must_not_meet=(x_TD, weight_D))
+            check_out(out, like=x_TD, may_be={}, must_not_meet=(x_TD, weight_D))
     with no_graph():
         return _choose(x_TD).rms_norm_forward(x_TD, weight_D, form=form, out=out)
 
@@ -183,8 +182,8 @@ def rms_norm_backward(
         if addend_TD is not None:
             check_layout("addend_TD", addend_TD, x_TD.shape, like=x_TD, num_strided=1)
         if out is not None:
-            check_layout("out", out, x_TD.shape, like=x_TD, num_strided=1)
-            check_out(out, may_be={"d_y_TD": d_y_TD, "addend_TD": addend_TD}, must_not_meet=(x_TD, weight_D, rstd_out))
+            may_be = {"d_y_TD": d_y_TD, "addend_TD": addend_TD}
+            check_out(out, like=x_TD, may_be=may_be, must_not_meet=(x_TD, weight_D, rstd_out))
         if rstd_out is not None:
             check_layout("rstd_out", rstd_out, x_TD.shape[:1], dtypes=(wide_dtype(x_TD.dtype),), like=x_TD)
             others = (other for other in (d_y_TD, x_TD, weight_D, addend_TD) if other is not None)

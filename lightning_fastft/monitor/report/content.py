@@ -35,7 +35,7 @@ from lightning_fastft.strategies.packed_steps import collect_statuses
 from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
 
 SCHEMA = "lightning_fastft.run_report"
 SCHEMA_VERSION = 2
@@ -43,8 +43,8 @@ SCHEMA_VERSION = 2
 
 def collect(
     run: RunRecord,
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
+    trainer: Trainer,
+    pl_module: LightningModule,
     *,
     profile_step: int | None,
     state: str,
@@ -94,7 +94,7 @@ def collect(
     return data
 
 
-def _head(run: RunRecord, trainer: pl.Trainer, *, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _head(run: RunRecord, trainer: Trainer, *, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return device, times, speed, memory and losses of the run."""
     is_cuda = run.device.type == "cuda"
     rates = [rank["tokens_per_s"] for rank in ranks]
@@ -160,7 +160,7 @@ def _num_ends(run: RunRecord) -> int:
     return max(1, min(NUM_ENDS, run.step // 4))
 
 
-def _curves(run: RunRecord, trainer: pl.Trainer) -> dict[str, Any]:
+def _curves(run: RunRecord, trainer: Trainer) -> dict[str, Any]:
     """Return the curves of loss and tokens per second."""
     is_alone = trainer.world_size > 1 and run.why_alone
     return {
@@ -196,6 +196,6 @@ def _describe_error(error: BaseException | None) -> dict[str, Any]:
     }
 
 
-def _statuses(trainer: pl.Trainer) -> list[Status]:
+def _statuses(trainer: Trainer) -> list[Status]:
     own = getattr(trainer.strategy, "statuses", None)
     return own() if callable(own) else collect_statuses(trainer, [])

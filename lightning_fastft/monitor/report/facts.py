@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_fastft.core.extras import version_of
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import LightningModule, Trainer
     from torch import nn
 
 REMOVED = "[removed]"
@@ -55,7 +55,7 @@ _SECRET_TEXT = re.compile(
 )
 
 
-def describe_model(pl_module: pl.LightningModule) -> dict[str, Any]:
+def describe_model(pl_module: LightningModule) -> dict[str, Any]:
     """Return name, kind, size and training method of the model in a LightningModule."""
     # Imported on first use: callbacks must be importable without transformers.
     from lightning_fastft.hf.families import decoder_layers, find_causal_models
@@ -93,7 +93,7 @@ def _describe_method(pl_module: nn.Module, *, num_trained: int, num_elements: in
     return "every weight" if num_trained == num_elements else f"some weights{base}"
 
 
-def describe_options(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, dict[str, Any]]:
+def describe_options(trainer: Trainer, pl_module: LightningModule) -> dict[str, dict[str, Any]]:
     """Return the options of trainer, strategy, module and data that are plain values."""
     options = {"trainer": {name: plain(getattr(trainer, name, None)) for name in _TRAINER_OPTIONS}}
     options["trainer"]["strategy"] = type(trainer.strategy).__name__
@@ -118,7 +118,7 @@ def _own_options(owner: object) -> dict[str, Any]:
     return found
 
 
-def describe_checkpoints(trainer: pl.Trainer) -> dict[str, str]:
+def describe_checkpoints(trainer: Trainer) -> dict[str, str]:
     """Return the paths of the last and the best checkpoint of a Trainer's ModelCheckpoints, if any."""
     found: dict[str, str] = {}
     for callback in trainer.checkpoint_callbacks:

@@ -9,7 +9,7 @@ from lightning_fastft.monitor.report.waits import order_waits
 from lightning_fastft.planner.picture import describe_segment, render_plan
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
 
     from lightning_fastft.monitor.host_waits import HostWaitDetector
     from lightning_fastft.planner.plan import Plan, StepCost
@@ -106,7 +106,7 @@ def describe_waits(watched: HostWaitDetector | None, *, is_cuda: bool) -> dict[s
     return {"num_steps": watched.num_watched, "per_step": per_step, "is_prediction": not is_cuda, "rows": rows}
 
 
-def find_max_tokens(trainer: pl.Trainer) -> int | None:
+def find_max_tokens(trainer: Trainer) -> int | None:
     """Return the most tokens of a pack, if the data module is of this package."""
     from lightning_fastft.training.datamodule import PackedDataModule
 
@@ -114,7 +114,7 @@ def find_max_tokens(trainer: pl.Trainer) -> int | None:
     return datamodule.max_tokens if isinstance(datamodule, PackedDataModule) else None
 
 
-def describe_rows(trainer: pl.Trainer) -> list[str]:
+def describe_rows(trainer: Trainer) -> list[str]:
     """Return the counts of training rows, if the data module is of this package."""
     from lightning_fastft.training.datamodule import PackedDataModule
 

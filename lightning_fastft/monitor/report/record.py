@@ -21,7 +21,7 @@ from lightning_fastft.monitor.token_throughput import GIB
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning.pytorch import Trainer
 
     from lightning_fastft.planner.plan import Plan, StepCost
 
@@ -116,7 +116,7 @@ class RunRecord:
         """Add the learning rate of an optimizer step."""
         self.learning_rates.setdefault(name, Curve()).add(step, value)
 
-    def gather_ranks(self, trainer: pl.Trainer) -> None:
+    def gather_ranks(self, trainer: Trainer) -> None:
         """Gather memory, speed and losses of all ranks; every rank must call this.
 
         Cost:

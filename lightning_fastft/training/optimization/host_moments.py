@@ -158,7 +158,7 @@ class HostMoments:
             for name, whole in held.items():
                 span = (start // BLOCK, num_blocks(end)) if name in ABSMAXS else (start, end)
                 host = whole.view(-1)[slice(*span)]
-                num_bytes = host.numel() * host.element_size()
+                num_bytes = host.nbytes
                 placed[name] = self._slots[slot][offset : offset + num_bytes].view(host.dtype)
                 pairs.append((host, placed[name]))
                 offset += align(num_bytes)
