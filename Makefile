@@ -138,7 +138,10 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) -e .
 	@touch $@
 
+# The bytecode of torch (10 s of CPU) is written while pip installs the rest. If that import meets a half-installed package,
+# only the time is lost.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@$(VENV)/bin/python -c 'import torch._inductor.compile_fx' >/dev/null 2>&1 &
 	$(VENV)/bin/python -m pip install $(PIP_OPTIONS) --upgrade-strategy only-if-needed -e '.[dev]' '$(if $(TRANSFORMERS),transformers==$(TRANSFORMERS),transformers)'
 	@touch $(VENV)/.package
 	@echo '$(WANTED)' > $@
@@ -146,7 +149,7 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 # One process writes the bytecode of tests and libraries first: all processes at once would each write all of it.
 # The import and collection of all tests takes 51 s of CPU without bytecode, and 15 s with it.
 $(VENV)/.bytecode: $(VENV)/.dev
-	$(PY) -m pytest -qq --collect-only $(CASES) | tail -n 1
+	$(PY) -m pytest -q --collect-only $(CASES) | tail -n 1
 	@touch $@
 
 $(VENV)/transformers-%/.done: | $(DEV_SETUP)
