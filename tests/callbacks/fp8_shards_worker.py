@@ -58,7 +58,7 @@ class GatheredBytes(TorchDispatchMode):
     num_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d._allgather_base_" in str(func):
+        if func.namespace == "c10d" and "_allgather_base_" in str(func):
             self.num_bytes += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
