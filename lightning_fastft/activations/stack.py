@@ -114,12 +114,13 @@ class SegmentStack(PlannedStack):
     def step_down(self) -> bool:
         """Reduce the memory use after the device ran out of memory; return whether that is possible.
 
-        Plan again with a budget smaller by 10 %. Before the first plan, stream frozen weights and measure again, then
-        measure without a kept layer.
+        Plan again with a budget smaller by 10 %. Before the first plan, stream frozen weights and measure again; if
+        they have moved already or cannot move, measure without a kept layer.
         """
-        if self.can_stream:
-            return self._stream_and_measure_again()
-        if self.measurement.is_keeping:
+        is_keeping = self.measurement.is_keeping
+        if self.can_stream and self._stream_and_measure_again():
+            return True
+        if is_keeping:
             self.measurement.stop_keeping()
             gc.collect()
             self.environment.report("activations: the first step does not fit with a kept layer; measuring without one")

@@ -177,6 +177,11 @@ def install_head(model: PreTrainedModel, patcher: ModelPatcher) -> Status:
     return Status(STATUS_NAME, "active", f"logits of labelled rows in chunks, V = {weight.shape[0]}")
 
 
+def has_own_forward(layer: nn.Module) -> bool:
+    """Return whether a layer runs another forward than that of its class, which a swap of the layer does not change."""
+    return "forward" in vars(layer) or layer._compiled_call_impl is not None
+
+
 def check_objective(model: PreTrainedModel) -> None:
     """Check that the head of a model is lazy, which an objective of a packed batch needs.
 
@@ -216,8 +221,8 @@ def _find_head(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module] | St
         return Status(
             STATUS_NAME, "inactive", f"the output layer is a {type(other).__name__}, not a plain linear layer", remedy
         )
-    if any("forward" in vars(layer) for layer in heads):
-        return Status(STATUS_NAME, "inactive", "the output layer's forward was replaced on this instance")
+    if any(map(has_own_forward, heads)):
+        return Status(STATUS_NAME, "inactive", "the output layer's forward was replaced or compiled on this instance")
     if decoder is model:
         return Status(STATUS_NAME, "inactive", f"{type(model).__name__} has no decoder apart from its output layer")
     if not isinstance(heads[0], _LAZY) and model.loss_function is not ForCausalLMLoss:

@@ -20,7 +20,7 @@ from lightning_fastft.core.errors import HostMemoryError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.host_gather.op import host_gather
-from lightning_fastft.patches.head import LazyHead
+from lightning_fastft.patches.head import LazyHead, has_own_forward
 from lightning_fastft.patches.weight_streaming import AllocateHost, check_kind, serve_state_dict
 from lightning_fastft.planner.step import EndBytes
 
@@ -269,6 +269,8 @@ def _head_obstacle(model: PreTrainedModel, head: Any) -> str:
     """Return why an output layer has to stay on the device; an empty string if it can move."""
     if type(head) not in (nn.Linear, LazyHead):
         return f"the output layer is a {type(head).__name__}, not a plain linear layer"
+    if has_own_forward(head):
+        return "its forward was replaced or compiled on this instance"
     return _weight_obstacle(model, head.weight, name=HEAD_STATUS_NAME)
 
 

@@ -59,4 +59,9 @@ def moving_within_memory(module: nn.Module | None, *, num_local_ranks: int) -> I
 def _device_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors that are not in host memory; of a sharded tensor those of its shard."""
     shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return sum(shard.numel() * shard.element_size() for shard in shards if shard.device.type != "cpu")
+    return sum(
+        # NF4 numel() is the logical size; use held_bytes for memory.
+        getattr(shard, "held_bytes", shard.numel() * shard.element_size())
+        for shard in shards
+        if shard.device.type != "cpu"
+    )

@@ -435,12 +435,18 @@ def test_stepping_down_is_for_plans():
     assert not Attached(vram_budget=1000).checkpointing.step_down()
 
 
-def test_a_first_step_that_does_not_fit_is_measured_without_a_kept_layer():
-    attached = Attached(vram_budget=1.6 * bytes_of("recompute"))
+def _no_host_memory(streams):
+    raise HostMemoryError("planted")
+
+
+@pytest.mark.parametrize("move", [None, _no_host_memory])
+def test_a_first_step_that_does_not_fit_is_measured_without_a_kept_layer(move):
+    attached = Attached(adapted(), vram_budget=1000)
     expected = attached.expected()
     attached.step()
     assert KEEP in attached.plans
-    attached.stack.weights.move = None
+    assert attached.stack.can_stream
+    attached.stack.weights.move = move
     assert attached.checkpointing.can_step_down
     assert attached.checkpointing.step_down()
     for _ in range(3):

@@ -385,6 +385,9 @@ def test_a_loss_or_a_head_of_the_models_own_is_left_alone():
     model = build()
     model.lm_head.forward = model.lm_head.forward
     assert "forward" in install_head(model, ModelPatcher()).reason
+    model = build()
+    model.lm_head.compile(backend="eager")
+    assert "compiled" in install_head(model, ModelPatcher()).reason
 
 
 @pytest.mark.parametrize("lacks", ["no output layer", "no decoder apart"])

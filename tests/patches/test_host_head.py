@@ -122,6 +122,10 @@ def test_heads_that_have_to_stay_say_why():
     other = build_tiny("llama").requires_grad_(False)
     other.lm_head = nn.Sequential(nn.Linear(32, 97))
     assert "not a plain linear layer" in reason_of(other)
+    replaced, compiled = (build_tiny("llama").requires_grad_(False) for _ in range(2))
+    replaced.lm_head.forward = replaced.lm_head.forward
+    compiled.lm_head.compile(backend="eager")
+    assert reason_of(replaced) == reason_of(compiled) == "its forward was replaced or compiled on this instance"
     active = build_tiny("llama").requires_grad_(False)
     assert install_host_head(active, patcher, streams=LateStreams()).status.state == "active"
     assert "not a plain linear layer" in reason_of(active)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fastft.hf.expert_nf4_tensor import quantise_stack
 from lightning_fastft.strategies import move_to_host
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
@@ -42,6 +43,11 @@ def test_only_what_fits_is_moved(room, num_local_ranks, moves, keeps_gradients):
     assert (module.weight.grad is not None) == keeps_gradients
     assert any("stays on its device" in str(each.message) for each in caught) != moves
     assert module.cpu is move
+
+
+def test_experts_in_nf4_count_as_what_they_hold():
+    experts = quantise_stack(torch.empty(2, 64, 64, dtype=torch.bfloat16, device="meta"))
+    assert 0 < move_to_host._device_bytes([experts]) == experts.held_bytes < experts.numel()
 
 
 def test_the_end_of_a_run_asks_first():
