@@ -18,12 +18,14 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
 
 from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.estimate.clusters import make_cluster
-from lightning_fastft.estimate.costs import model_costs, plan_on
+from lightning_fastft.estimate.costs import MeteredStep, meter_step, plan_on
 from lightning_fastft.estimate.layouts import (
     Layout,
     forecast,
@@ -152,9 +154,8 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
 
 
 @functools.cache
-def _costs(
+def _metered(
     name: str,
-    gpu: Gpu,
     *,
     num_tokens: int,
     document_tokens: int,
@@ -162,19 +163,25 @@ def _costs(
     is_fused: bool,
     is_fp8: bool,
     has_8bit_moments: bool,
-) -> tuple[ModelSize, StepCost]:
+) -> tuple[PreTrainedModel, MeteredStep]:
     workload = WORKLOADS[name]
     model = build_on_meta({"model_type": workload.model_type, **workload.model_config})
-    cost = model_costs(
+    step = meter_step(
         model,
         num_tokens=num_tokens,
         mean_document_tokens=document_tokens,
-        machine=gpu,
         quantization=None if is_full else workload.quantization,
         lora=None if is_full else lora_config(workload),
         optimizer=functools.partial(FusedAdamW, optim_bits=8) if has_8bit_moments else None,
         swaps=Swaps(is_fused=is_fused, is_fp8=is_fp8),
     )
+    return model, step
+
+
+@functools.cache
+def _costs(name: str, gpu: Gpu, *, is_fp8: bool, **options: Any) -> tuple[ModelSize, StepCost]:
+    model, step = _metered(name, is_fp8=is_fp8, **options)
+    cost = step.costs_on(gpu)
     return measure_model(model, cost, is_fp8=is_fp8), cost
 
 

@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -23,7 +22,14 @@ from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.sharding.state import gather_state, is_sharded
 from lightning_fastft.strategies.registry import register_strategies
-from tests.strategies.strategy_worker import STRATEGIES, batches_of, fit, make_tuner, trained_state
+from tests.strategies.strategy_worker import (
+    STRATEGIES,
+    CollectiveCounter,
+    batches_of,
+    fit,
+    make_tuner,
+    trained_state,
+)  # fmt: skip
 from tests.support.rank_exit import leave
 
 EMULATED = "fp8_reference"
@@ -52,17 +58,6 @@ CASES = [
 REFITS = {"fused": ("model_dtype", "model_dtype", None, EMULATED), "unfused": (None, "model_dtype")}
 
 
-class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes that a rank receives in all-gathers, its own included."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and "_allgather_base_" in str(func):
-            self.num_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
 class Watch(Callback):
     """Keeps losses, the gradients of the first window, and the bytes gathered in each micro-batch."""
 
@@ -82,11 +77,11 @@ class Watch(Callback):
                 self.gradients[name] = whole.detach().cpu().clone()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self._counter = GatheredBytes().__enter__()
+        self._counter = CollectiveCounter().__enter__()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self._counter.__exit__(None, None, None)
-        self.gathered_bytes.append(self._counter.num_bytes)
+        self.gathered_bytes.append(self._counter.num_gathered_bytes)
 
 
 def make(family, kind="lora", **options):

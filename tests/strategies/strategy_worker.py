@@ -135,17 +135,20 @@ class LookBeforeStep(Callback):
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts gradient reductions, the reduce-scatters of FSDP2 and all-reduces of whole gradients, and gathers of units."""
+    """Counts gradient reductions, the reduce-scatters of FSDP2 and all-reduces of whole gradients, gathers of units, and
+    the bytes that a rank receives in these, its own included.
+    """
 
-    def __init__(self):
-        super().__init__()
-        self.num_reductions = self.num_gathers = 0
+    num_reductions = num_gathers = num_gathered_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # Few of a step's thousands of operations are collectives, and the text of one takes longer than most of them.
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.num_reductions += any(name in str(func) for name in ("reduce_scatter", "c10d.allreduce_"))
-            self.num_gathers += "c10d._allgather_base_" in str(func)
+        if "c10d" in func.namespace:
+            name = str(func)
+            self.num_reductions += any(word in name for word in ("reduce_scatter", "c10d.allreduce_"))
+            if "c10d._allgather_base_" in name:
+                self.num_gathers += 1
+                self.num_gathered_bytes += args[0].nbytes
         return func(*args, **(kwargs or {}))
 
 
