@@ -76,11 +76,12 @@ class PackBucket:
 
 
 class PackBuckets:
-    """The buckets of the packs of a run; at most ``_MOST_BUCKETS``.
+    """The buckets of the packs of a run; at most ``_MOST_BUCKETS``, each of another number of tokens.
 
     If no bucket holds a pack, the next one holds every pack so far. One of fewer tokens is added for frequent packs.
-    Documents alone add none for fewer of them, which would gain little. If packs outgrow the tokens of all buckets, the
-    next one replaces all others, so the memory is that of the largest bucket.
+    Documents alone add none for fewer of them, which would gain little; for more of them, the next one replaces the one
+    of as many tokens. If packs outgrow the tokens of all buckets, it replaces all others, so the memory is that of the
+    largest bucket.
     """
 
     def __init__(self) -> None:
@@ -123,9 +124,10 @@ class PackBuckets:
         size = self.next_size(context)
         if size.num_tokens > self._most_tokens():
             self.buckets.clear()
-        elif len(self.buckets) == _MOST_BUCKETS:
-            # The new bucket holds every pack; earlier ones of as many tokens held those before it.
-            self.buckets = [bucket for bucket in self.buckets if bucket.size.num_tokens < size.num_tokens]
+        # More documents or longer ones: the new bucket holds the packs of the earlier one.
+        earlier = [bucket for bucket in self.buckets if bucket.size.num_tokens == size.num_tokens]
+        size = _join(size, *(bucket.size for bucket in earlier))
+        self.buckets = [bucket for bucket in self.buckets if bucket not in earlier]
         self.buckets.append(PackBucket(context, size, chunk_size=chunk_size))
         return self.buckets[-1]
 

@@ -45,7 +45,12 @@ class HostHead(NamedTuple):
 
 
 def install_host_embedding(
-    model: PreTrainedModel, patcher: ModelPatcher, *, streams: CopyStreams, allocate_host: AllocateHost | None = None
+    model: PreTrainedModel,
+    patcher: ModelPatcher,
+    *,
+    streams: CopyStreams,
+    allocate_host: AllocateHost | None = None,
+    root: nn.Module | None = None,
 ) -> Status:
     """Move the weight of the input embedding to the host; each forward reads the rows of its tokens over the bus.
 
@@ -58,6 +63,7 @@ def install_host_embedding(
         streams: The copy streams of the device.
         allocate_host: Takes a number of bytes and returns pinned host memory (uint8). None for pageable memory, on a
             CPU only.
+        root: The module around the model, which may use the weight elsewhere; None for the model alone.
 
     Returns:
         Active; or inactive with the reason if nothing was changed.
@@ -71,7 +77,7 @@ def install_host_embedding(
         forward, without a host sync.
     """
     embedding = model.get_input_embeddings()
-    obstacle = _embedding_obstacle(model, embedding)
+    obstacle = _embedding_obstacle(root or model, embedding)
     if obstacle:
         return Status(EMBEDDING_STATUS_NAME, "inactive", obstacle)
     matrix = _HostMatrix(embedding.weight, name=EMBEDDING_STATUS_NAME, streams=streams, allocate_host=allocate_host)
@@ -93,7 +99,12 @@ def install_host_embedding(
 
 
 def install_host_head(
-    model: PreTrainedModel, patcher: ModelPatcher, *, streams: CopyStreams, allocate_host: AllocateHost | None = None
+    model: PreTrainedModel,
+    patcher: ModelPatcher,
+    *,
+    streams: CopyStreams,
+    allocate_host: AllocateHost | None = None,
+    root: nn.Module | None = None,
 ) -> HostHead:
     """Move the weight of the output layer to the host; each pass copies it to the device for its head.
 
@@ -109,7 +120,7 @@ def install_host_head(
         prefetch to the end of the loss, without a host sync.
     """
     head = model.get_output_embeddings()
-    obstacle = _head_obstacle(model, head)
+    obstacle = _head_obstacle(root or model, head)
     if obstacle:
         return HostHead(Status(HEAD_STATUS_NAME, "inactive", obstacle))
     matrix = _HostMatrix(head.weight, name=HEAD_STATUS_NAME, streams=streams, allocate_host=allocate_host)
@@ -221,11 +232,11 @@ class _HostMatrix:
             self.take_copy()
 
 
-def movable_bytes(model: PreTrainedModel) -> EndBytes:
-    """Return the sizes of the input embedding and of the output layer that would move to the host."""
+def movable_bytes(model: PreTrainedModel, root: nn.Module | None = None) -> EndBytes:
+    """Return the sizes of the input embedding and of the output layer of a model inside root that would move."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     try:
-        obstacles = _embedding_obstacle(model, embedding), _head_obstacle(model, head)
+        obstacles = _embedding_obstacle(root or model, embedding), _head_obstacle(root or model, head)
     except UnsupportedModelError:
         return EndBytes()
     return EndBytes(_movable(embedding, obstacles[0]), _movable(head, obstacles[1]))
@@ -256,27 +267,33 @@ def _host_class(old: type[nn.Module]) -> type[nn.Module]:
     return type(f"Host{old.__name__}", (old, HostEmbedding), {"__module__": __name__, "__doc__": HostEmbedding.__doc__})
 
 
-def _embedding_obstacle(model: PreTrainedModel, embedding: nn.Module) -> str:
+def _embedding_obstacle(root: nn.Module, embedding: nn.Module) -> str:
     """Return why an embedding has to stay on the device; an empty string if it can move."""
     if not isinstance(embedding, nn.Embedding) or isinstance(embedding, HostEmbedding):
         return f"the input embedding is a {type(embedding).__name__}, not a plain embedding"
     if embedding.max_norm is not None:
         return "max_norm rewrites its rows in every forward"
-    return _weight_obstacle(model, embedding.weight, name=EMBEDDING_STATUS_NAME)
+    return _weight_obstacle(root, embedding.weight, name=EMBEDDING_STATUS_NAME)
 
 
-def _head_obstacle(model: PreTrainedModel, head: Any) -> str:
+def _head_obstacle(root: nn.Module, head: Any) -> str:
     """Return why an output layer has to stay on the device; an empty string if it can move."""
     if type(head) not in (nn.Linear, LazyHead):
         return f"the output layer is a {type(head).__name__}, not a plain linear layer"
     if has_own_forward(head):
         return "its forward was replaced or compiled on this instance"
-    return _weight_obstacle(model, head.weight, name=HEAD_STATUS_NAME)
+    return _weight_obstacle(root, head.weight, name=HEAD_STATUS_NAME)
 
 
-def _weight_obstacle(model: PreTrainedModel, weight: Any, *, name: str) -> str:
+def _weight_obstacle(root: nn.Module, weight: Any, *, name: str) -> str:
     check_kind(weight, name=f"the {name}")
     if weight.requires_grad:
         return "it is trained"
-    others = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-    return f"its weight is tied: {', '.join(others)}" if len(others) > 1 else ""
+    # The swapped module takes the place of one of them only.
+    places = [
+        f"{path}.{leaf}".removeprefix(".")
+        for path, parent in root.named_modules()
+        for leaf, child in parent._modules.items()
+        if child is not None and any(parameter is weight for parameter in child._parameters.values())
+    ]
+    return f"its weight is tied: {', '.join(places)}" if len(places) > 1 else ""

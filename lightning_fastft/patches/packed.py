@@ -118,7 +118,7 @@ def install_packed_training(
         statuses += [status._replace(name=f"{status.name}{suffix}") for status in found]
         if checkpointing is not None:
             status_name = f"{ACTIVATIONS_STATUS}{suffix}"
-            statuses.append(_attach(checkpointing, model, layers, patcher, environment, name=status_name))
+            statuses.append(_attach(checkpointing, model, layers, patcher, environment, root=root, name=status_name))
         all_layers += layers
     return PackedInstallation(statuses, all_layers, tuple(checks))
 
@@ -154,13 +154,14 @@ def _attach(
     patcher: ModelPatcher,
     environment: RunEnvironment | None,
     *,
+    root: nn.Module,
     name: str,
 ) -> Status:
-    """Apply the activation policy to the layers of one model, whose status has this name."""
+    """Apply the activation policy to the layers of one model inside root, whose status has this name."""
     weights = FrozenWeights(
         layers,
-        move=functools.partial(_stream_weights, model, patcher),
-        resident_ends=functools.partial(movable_bytes, model),
+        move=functools.partial(_stream_weights, root, model, patcher),
+        resident_ends=functools.partial(movable_bytes, model, root),
     )
     stacks = _stacks(model, layers)
     gathered = gathered_weights(model, layers, patcher)
@@ -200,7 +201,9 @@ def describe_unprepared(root: nn.Module) -> str:
     return "; ".join(describe_models(root))
 
 
-def _stream_weights(model: PreTrainedModel, patcher: ModelPatcher, streams: CopyStreams) -> StreamedWeights:
+def _stream_weights(
+    root: nn.Module, model: PreTrainedModel, patcher: ModelPatcher, streams: CopyStreams
+) -> StreamedWeights:
     """Move the frozen weights of the decoder layers, the input embedding and the output layer to pinned memory, until
     the patcher is undone.
     """
@@ -213,12 +216,12 @@ def _stream_weights(model: PreTrainedModel, patcher: ModelPatcher, streams: Copy
         assert region is not None
         return region.tensor
 
-    movable = movable_bytes(model)
+    movable = movable_bytes(model, root)
     with contextlib.ExitStack() as half_done:
         half_done.callback(own.undo)
         weights, streamer = install_weight_streaming(model, own, streams=streams, allocate_host=allocate)
-        embedding = install_host_embedding(model, own, streams=streams, allocate_host=allocate)
-        head = install_host_head(model, own, streams=streams, allocate_host=allocate)
+        embedding = install_host_embedding(model, own, streams=streams, allocate_host=allocate, root=root)
+        head = install_host_head(model, own, streams=streams, allocate_host=allocate, root=root)
         # All weights are moved; they stay on the host until the patcher is undone.
         half_done.pop_all()
     patcher.add_undo(own.undo)

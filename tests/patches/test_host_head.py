@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.head import LazyHead
@@ -129,3 +130,20 @@ def test_heads_that_have_to_stay_say_why():
     active = build_tiny("llama").requires_grad_(False)
     assert install_host_head(active, patcher, streams=LateStreams()).status.state == "active"
     assert "not a plain linear layer" in reason_of(active)
+
+
+def test_ends_that_a_module_around_the_model_holds_too_stay():
+    root = nn.Module()
+    root.model = lora_model("llama", num_layers=2)
+    base = root.model.get_base_model()
+    base.lm_head.weight = nn.Parameter(base.lm_head.weight.clone(), requires_grad=False)
+    root.words, root.head = base.get_input_embeddings(), base.lm_head
+    checkpointing, patcher = OffloadCheckpointing("recompute", weights="stream", host_budget=1.0), ModelPatcher()
+    install_packed_training(root, patcher, checkpointing=checkpointing)
+    checkpointing.place(torch.device("cpu"))
+    states = {status.name: status for status in checkpointing.memory_statuses()}
+    assert states["frozen weights"].state == "active"
+    assert states["output layer"].state == states["input embedding"].state == "inactive"
+    assert states["output layer"].reason == "its weight is tied: head, model.base_model.model.lm_head"
+    assert root.head(root.words(torch.tensor([3]))).isfinite().all()
+    patcher.undo()
