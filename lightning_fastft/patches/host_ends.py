@@ -170,6 +170,8 @@ class _HostMatrix:
         self._streams = streams
         # A copy that the next head takes, and when it has arrived.
         self._copy: tuple[torch.Tensor, Mark] | None = None
+        # Whether a head took the last copy.
+        self._is_taken = True
         bytes_of_matrix = (
             torch.empty(self.num_bytes, dtype=torch.uint8)
             if allocate_host is None
@@ -208,28 +210,30 @@ class _HostMatrix:
         return {"weight": self.weight_VD}
 
     def prefetch(self) -> None:
-        """Start a copy to the device for the next ``take_copy``, unless one is there."""
-        if self._copy is None:
-            # Tensors of an evaluation may not be inference tensors here: a training step could read the copy.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                weight_VD = torch.empty_like(self.weight_VD, device=self.device)
-            # Queued work may still use the memory that the allocator returned.
-            arrived = self._streams.copy_in(weight_VD, self.weight_VD, after=[self._streams.mark_compute()])
-            self._copy = weight_VD, arrived
+        """Start a copy to the device for the next ``take_copy``, unless one is there or the last one was not taken."""
+        if self._copy is None and self._is_taken:
+            self._copy = self._start_copy()
 
     def take_copy(self) -> torch.Tensor:
         """Return a copy of the weight on the device, which the caller owns; compute waits until it has arrived."""
-        self.prefetch()
-        assert self._copy is not None
-        (weight_VD, arrived), self._copy = self._copy, None
+        (weight_VD, arrived), self._copy = self._copy or self._start_copy(), None
         self._streams.wait_compute(arrived)
+        self._is_taken = True
         return weight_VD
 
     def drop(self) -> None:
-        """Free a copy that nobody took."""
+        """Free a copy that nobody took, as in a tuner without the head; the next one is made on demand."""
         if self._copy is not None:
             # Compute, which gets its memory next, must not run before the copy has ended.
             self.take_copy()
+            self._is_taken = False
+
+    def _start_copy(self) -> tuple[torch.Tensor, Mark]:
+        # Tensors of an evaluation may not be inference tensors here: a training step could read the copy.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            weight_VD = torch.empty_like(self.weight_VD, device=self.device)
+        # Queued work may still use the memory that the allocator returned.
+        return weight_VD, self._streams.copy_in(weight_VD, self.weight_VD, after=[self._streams.mark_compute()])
 
 
 def movable_bytes(model: PreTrainedModel, root: nn.Module | None = None) -> EndBytes:

@@ -60,9 +60,10 @@ class Before(Callback):
 
 
 class RunsOut(PlainModule):
-    """Asks for too much once, in the step after ``fails_at`` steps, in its last micro-batch."""
+    """Asks for too much once or more, in the step after ``fails_at`` steps, in its last micro-batch."""
 
     fails_at = FAILS_AT
+    num_failures = 1
 
     def __init__(self, model, *, where):
         super().__init__(model)
@@ -81,7 +82,9 @@ class RunsOut(PlainModule):
 
     def fail(self, where):
         is_last = (self.trainer.fit_loop.batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
-        if is_last and where == self.where and self.trainer.global_step == self.fails_at and not self.num_failed:
+        if is_last and where == self.where and self.trainer.global_step == self.fails_at:
+            if self.num_failed == self.num_failures:
+                return
             self.num_failed += 1
             run_out()
 
@@ -164,34 +167,42 @@ def test_failed_allocation_ends_in_one_error_with_nothing_half_updated(tmp_path,
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
 
 
-def test_forward_is_repeated_once_with_the_same_batch_under_a_leaner_plan(tmp_path):
-    auto = {"vram_budget": 1000.0, "host_budget": 1.0}
-    whole, *_ = fit(tmp_path / "whole", where="nowhere", activations=OffloadCheckpointing("auto", **auto))
-    with pytest.warns(
-        UserWarning, match="The forward ran out of memory and is repeated with less: .*tried to allocate"
-    ):
-        module, trainer, _, error = fit(
-            tmp_path / "hurt", where="forward", activations=OffloadCheckpointing("auto", **auto)
-        )
-    assert error is None
-    assert (module.num_failed, module.num_forwards, trainer.global_step) == (1, NUM_STEPS + 1, NUM_STEPS)
-    assert all(map(torch.equal, whole.parameters(), module.parameters()))
-
-
 PLANNED = {"vram_budget": 1000.0, "host_budget": 1.0}
 
 
-@pytest.mark.parametrize("where", ["backward", "middle"])
-def test_step_whose_backward_fails_is_repeated_under_a_leaner_plan(tmp_path, where):
+class RunsOutThrice(RunsOut):
+    num_failures = 3
+
+
+class RunsOutTooOften(RunsOut):
+    num_failures = 4
+
+
+@pytest.mark.parametrize("kind", [RunsOut, RunsOutThrice])
+@pytest.mark.parametrize("where", ["forward", "backward", "middle"])
+def test_step_is_repeated_with_the_same_batch_under_leaner_plans(tmp_path, where, kind):
     whole, *_ = fit(tmp_path / "whole", where="nowhere", activations=OffloadCheckpointing("auto", **PLANNED))
-    with pytest.warns(UserWarning, match="backward ran out of memory, and the step is repeated .*tried to allocate"):
+    message = f"{'forward' if where == 'forward' else 'backward'} ran out of memory.* repeated .*tried to allocate"
+    with pytest.warns(UserWarning, match=message):
         module, trainer, _, error = fit(
-            tmp_path / "hurt", where=where, activations=OffloadCheckpointing("auto", **PLANNED)
+            tmp_path / "hurt", where=where, activations=OffloadCheckpointing("auto", **PLANNED), kind=kind
         )
     assert error is None
     assert module.had_gradients
-    assert (module.num_failed, module.num_forwards, trainer.global_step) == (1, NUM_STEPS + 1, NUM_STEPS)
+    num_failures = kind.num_failures
+    assert module.num_failed == num_failures
+    assert (module.num_forwards, trainer.global_step) == (NUM_STEPS + num_failures, NUM_STEPS)
     assert all(map(torch.equal, whole.parameters(), module.parameters()))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_step_is_not_repeated_for_ever(tmp_path, where):
+    with pytest.warns(UserWarning, match="repeated"):
+        module, *_, error = fit(
+            tmp_path, where=where, activations=OffloadCheckpointing("auto", **PLANNED), kind=RunsOutTooOften
+        )
+    assert error.where == where
+    assert module.num_failed == 4
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2, "kind": RunsOutLater}, {"kind": KeepsGradients}])
