@@ -223,7 +223,7 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
         if num_fused == len(layers)
         else f", feed-forward blocks of {num_fused}"
         if num_fused
-        else ", without the blocks of experts"
+        else ", feed-forward blocks as modules"
     )
     mixers = (
         ""

@@ -155,7 +155,7 @@ def test_a_mixture_model_trains_with_both_callbacks(tmp_path, lora):
         moves[is_fused] = movement(before, after)
         assert is_plain(module)
     assert {status.name: status.state for status in table}["expert router"] == "active"
-    assert ("fused layers", "active", "2 layers of qwen3_moe, without the blocks of experts", "") in table
+    assert ("fused layers", "active", "2 layers of qwen3_moe, feed-forward blocks as modules", "") in table
     assert difference(moves[True], moves[False]) <= 1e-5
 
 

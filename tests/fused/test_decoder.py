@@ -710,7 +710,7 @@ def test_a_second_backward_through_a_retained_graph_gives_the_same():
         ("phi3", "2 layers of phi3"),
         ("gemma3", "2 layers of gemma3_text"),
         ("qwen2_moe", "2 layers of qwen2_moe, feed-forward blocks of 1"),
-        ("gpt_oss", "2 layers of gpt_oss, without the blocks of experts"),
+        ("gpt_oss", "2 layers of gpt_oss, feed-forward blocks as modules"),
         ("lfm2", "2 layers of lfm2, the mixers of 1 as modules"),
     ],
 )
