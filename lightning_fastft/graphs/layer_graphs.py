@@ -106,7 +106,7 @@ class LayerGraphs:
         self._groups: defaultdict[Hashable, PackBuckets] = defaultdict(PackBuckets)
         self._num_batches = 0
         self._context: BatchContext | None = None
-        self._kind: PackBucket | None = None
+        self._bucket: PackBucket | None = None
         # Runs that wait for their backward; a run that is no longer referenced will have no backward.
         self.open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._buffers: dict[Hashable, torch.Tensor] = {}
@@ -131,13 +131,13 @@ class LayerGraphs:
 
     def _drop(self) -> None:
         """Free recordings and their memory; a run that waits for its backward keeps its own."""
-        self._kind = None
+        self._bucket = None
         for kept in (self._groups, self._buffers, self._grads):
             kept.clear()
 
     def status(self) -> Status:
         """Return what is recorded, or why layers run eagerly."""
-        num_recorded = sum(len(kind.recordings) for kind in self.pack_buckets)
+        num_recorded = sum(len(bucket.recordings) for bucket in self.pack_buckets)
         if self._refusal:
             return Status(STATUS_NAME, "inactive", self._refusal)
         if num_recorded:
@@ -160,18 +160,18 @@ class LayerGraphs:
 
     def has_recordings(self, index: int) -> bool:
         """Return whether a layer has a recording."""
-        return any(index in kind.recordings for kind in self.pack_buckets)
+        return any(index in bucket.recordings for bucket in self.pack_buckets)
 
     @property
     def pack_buckets(self) -> list[PackBucket]:
         """The buckets that packs run from."""
         return [bucket for buckets in self._groups.values() for bucket in buckets.buckets]
 
-    def kind_of(self, context: BatchContext, hidden: torch.Tensor) -> PackBucket | None:
+    def bucket_of(self, context: BatchContext, hidden: torch.Tensor) -> PackBucket | None:
         """Return the recordings that fit a micro-batch, with its offsets loaded; None if it runs eagerly."""
         if context is self._context:
-            return self._kind
-        self._context, self._kind, self._is_watched = context, None, False
+            return self._bucket
+        self._context, self._bucket, self._is_watched = context, None, False
         if self._logged_seconds < self.recording_seconds:
             log_phase("recording CUDA graphs", self.recording_seconds - self._logged_seconds)
             self._logged_seconds = self.recording_seconds
@@ -192,17 +192,17 @@ class LayerGraphs:
         if self._pace is not None and self._pace.begin_batch():
             self._is_watched = True
             return None
-        kind = buckets.find(context)
-        if kind is None:
+        bucket = buckets.find(context)
+        if bucket is None:
             reason = self._obstacle_of_pace(hidden, buckets, num_tokens=buckets.next_size(context).num_tokens)
             if reason:
                 self.reasons[reason] += 1
                 return None
-            kind = buckets.add(context, chunk_size=self._chunk_size)
+            bucket = buckets.add(context, chunk_size=self._chunk_size)
         else:
-            kind.context.load(context)
-        self._kind = kind
-        return kind
+            bucket.context.load(context)
+        self._bucket = bucket
+        return bucket
 
     def _obstacle_of_pace(self, hidden: torch.Tensor, buckets: PackBuckets, *, num_tokens: int) -> str:
         """Return why the probe or the memory for num_tokens forbids recording, decided once, or ""."""
@@ -350,36 +350,36 @@ class _LayerGraph:
         if reason:
             graphs.reasons[reason] += 1
             return None
-        kind = graphs.kind_of(context, hidden)  # type: ignore[arg-type]
-        if kind is None:
+        bucket = graphs.bucket_of(context, hidden)  # type: ignore[arg-type]
+        if bucket is None:
             return None
-        recording = kind.recordings.get(self._index)
+        recording = bucket.recordings.get(self._index)
         if recording is not None and recording.is_in_use:
             # A second forward of the batch before its backward, whose memory a new recording would overwrite.
             return None
         if recording is None or not recording.is_current(self.layer, hidden):
-            return self._record(kind, run, args, kwargs)
+            return self._record(bucket, run, args, kwargs)
         changed = recording.load(kwargs)
         if changed:
             graphs.reasons[f"{changed} changes from call to call"] += 1
         return None if changed else recording
 
     def _record(
-        self, kind: PackBucket, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, bucket: PackBucket, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Recording | None:
         graphs, index = self._graphs, self._index
-        recording = Recording(graphs, self.layer, index, args[0], num_tokens=kind.size.num_tokens)
+        recording = Recording(graphs, self.layer, index, args[0], num_tokens=bucket.size.num_tokens)
         graphs.num_recordings += 1
-        kind.num_recordings[index] += 1
+        bucket.num_recordings[index] += 1
         reason = recording_obstacle(self.layer, kwargs, config=graphs.config)
-        if not reason and kind.num_recordings[index] > _MOST_RECORDINGS:
+        if not reason and bucket.num_recordings[index] > _MOST_RECORDINGS:
             reason = "weights, adapters or plans change from step to step"
         if not reason and not recording.hidden.requires_grad and not recording.trained:
             reason = "no parameter is trained up to a layer"
         if not reason:
             try:
                 foreign = recording.record_forward(
-                    graphs, functools.partial(run, **recording.own_inputs(kind, kwargs)), kind, args[1:]
+                    graphs, functools.partial(run, **recording.own_inputs(bucket, kwargs)), bucket, args[1:]
                 )
             except SwapError as error:
                 graphs.give_up(error)
@@ -388,5 +388,5 @@ class _LayerGraph:
         if reason:
             graphs.reasons[reason] += 1
             return None
-        kind.recordings[index] = recording
+        bucket.recordings[index] = recording
         return recording

@@ -73,16 +73,16 @@ class Recording:
         run = None if self.open_run is None else self.open_run()
         return run is not None and not run.is_over
 
-    def own_inputs(self, kind: PackBucket, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def own_inputs(self, bucket: PackBucket, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keywords of a call with static copies in place of its tensors."""
         options: dict[str, Any] = {}
         num_tokens = kwargs["context"].num_tokens
         for name, value in kwargs.items():
             if name == "context":
-                options[name] = kind.context
+                options[name] = bucket.context
             elif torch.is_tensor(value) or (isinstance(value, tuple) and value and all(map(torch.is_tensor, value))):
                 given = value if isinstance(value, tuple) else (value,)
-                pieces = tuple(kind.input_for(piece, num_tokens=num_tokens) for piece in given)
+                pieces = tuple(bucket.input_for(piece, num_tokens=num_tokens) for piece in given)
                 self.inputs.append((name, pieces))
                 memory = tuple(piece.memory for piece in pieces)
                 options[name] = memory if isinstance(value, tuple) else memory[0]
@@ -107,10 +107,10 @@ class Recording:
         return ""
 
     def record_forward(
-        self, graphs: LayerGraphs, run: Callable[..., Any], kind: PackBucket, rest: tuple[Any, ...]
+        self, graphs: LayerGraphs, run: Callable[..., Any], bucket: PackBucket, rest: tuple[Any, ...]
     ) -> list[str]:
         """Record the forward; return the attention backends that cannot be recorded, which make it unusable."""
-        context = kind.context
+        context = bucket.context
         before = context.reads.copy()
 
         def forward() -> None:
