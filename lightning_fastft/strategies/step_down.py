@@ -27,8 +27,8 @@ else:
 BACKWARD = "backward"
 HALF_DONE = "Gradients may be incomplete; no weight was stepped."
 NOTHING_TRAINED = "Nothing was trained."
-# Of one step: as given, with streamed weights, without a kept layer, and once more.
-_MOST_RUNS = 4
+# Of one step: with streamed weights, without a kept layer, and once more.
+_MOST_REPEATS = 3
 
 
 class StepDownMixin(_Base):
@@ -44,38 +44,38 @@ class StepDownMixin(_Base):
         10 %. The batch is the same.
         """
         effect = "No weight was stepped."
-        for num_left in reversed(range(_MOST_RUNS)):
+        for _ in range(_MOST_REPEATS):
             try:
                 return run_step()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if not num_left or not self._can_step_down():
+                if not self._can_step_down():
                     raise self._memory_error("forward", error, effect=effect) from error
                 reason = _first_line(error)
             # Outside of the except block, so that the error and the activations in its frames are freed.
             if not self.checkpointing.step_down():
                 raise self._memory_error("forward", reason, effect=f"{effect} No smaller plan fits.")
             rank_zero_warn(f"The forward ran out of memory and is repeated with less: {reason}")
-        raise AssertionError
+        with self._explaining_memory("forward", effect=effect):
+            return run_step()
 
     def _close_or_step_down(self, closure: Callable[[], Any]) -> Any:
         """Run forward and backward; while the backward runs out of memory, reduce the memory use and run both again.
 
         Only where the closure discards all gradients first: those of a failed backward are incomplete.
         """
-        for num_left in reversed(range(_MOST_RUNS)):
+        for _ in range(_MOST_REPEATS):
             try:
                 return closure()
             except DeviceMemoryError as error:
-                is_repeatable = bool(num_left) and error.where == BACKWARD and self._discards_gradients()
-                if not is_repeatable or not self._can_step_down():
+                if error.where != BACKWARD or not self._discards_gradients() or not self._can_step_down():
                     raise
                 reason = _first_line(error.__cause__ or error)
             if not self.checkpointing.step_down():
                 raise self._memory_error(BACKWARD, reason, effect=f"{HALF_DONE} No smaller plan fits.")
             rank_zero_warn(f"The backward ran out of memory, and the step is repeated with less: {reason}")
-        raise AssertionError
+        return closure()
 
     def _can_step_down(self) -> bool:
         # Ranks that wait for each other inside a step cannot repeat it alone.
