@@ -105,8 +105,8 @@ bit-equal under every plan.
 
 ## Large models on one GPU
 The caching allocator was capped at the budget in the second column, from loading on, so a step above it would have
-failed. Losses equal those of a recomputed run without a cap, where the base is in bf16. Rows in which every weight is
-trained had no cap.
+failed. Losses equal those of a recomputed run without a cap, except in rows whose command has `--without-reference`:
+they were not compared. Rows in which every weight is trained had no cap.
 
 {one_gpu}
 
