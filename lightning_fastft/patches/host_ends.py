@@ -109,7 +109,7 @@ def install_host_head(
     """Move the weight of the output layer to the host; each pass copies it to the device for its head.
 
     The parameter is treated as that of the embedding. Call ``prefetch`` when the last decoder layer begins, so that
-    the copy hides behind it; a head without a prefetched copy waits for its own. The arguments are those of
+    the copy runs beside it; a head without a prefetched copy waits for its own. The arguments are those of
     ``install_host_embedding``.
 
     Raises:
@@ -229,7 +229,7 @@ class _HostMatrix:
             self._is_taken = False
 
     def _start_copy(self) -> tuple[torch.Tensor, Mark]:
-        # Tensors of an evaluation may not be inference tensors here: a training step could read the copy.
+        # Not an inference tensor, also in an evaluation: a training step may take the copy.
         with torch.inference_mode(mode=False), torch.no_grad():
             weight_VD = torch.empty_like(self.weight_VD, device=self.device)
         # Queued work may still use the memory that the allocator returned.
