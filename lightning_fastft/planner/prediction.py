@@ -75,11 +75,19 @@ class Footprint(NamedTuple):
         return max(self.memory)
 
 
+class _HostTensor(NamedTuple):
+    """A tensor on the host: when the forward produces it and when the backward needs it."""
+
+    label: str
+    num_bytes: int
+    exists_ms: float
+    needed_ms: float
+
+
 class _Work(NamedTuple):
     """Work of a segment under its plan."""
 
-    # Of each tensor on the host: its label, its bytes, when the forward produces it and when the backward needs it.
-    host: tuple[tuple[str, int, float, float], ...]
+    host: tuple[_HostTensor, ...]
     host_bytes: int
     held_bytes: int
     live_bytes: int
@@ -167,10 +175,10 @@ class StepModel:
         clock.begin(self.labels[0][number])
         weights.use(number, direction=1)
         done_ms = 0.0
-        for label, num_bytes, exists_ms, _ in work.host:
-            clock.compute(exists_ms - done_ms)
-            done_ms = exists_ms
-            clock.copy_out(label, num_bytes)
+        for tensor in work.host:
+            clock.compute(tensor.exists_ms - done_ms)
+            done_ms = tensor.exists_ms
+            clock.copy_out(tensor.label, tensor.num_bytes)
         clock.compute(self.cost.segments[number].forward_ms - done_ms)
 
     def _backward(self, clock: _Clock, weights: _WeightStream, works: list[_Work]) -> None:
@@ -188,15 +196,15 @@ class StepModel:
             if number in after:
                 arrivals[after[number]] = self._fetch(clock, works[after[number]])
             done_ms = 0.0
-            for (_, _, _, needed_ms), arrival in zip(works[number].host, arrivals.get(number, ())):
-                clock.compute(needed_ms - done_ms)
-                done_ms = needed_ms
+            for tensor, arrival in zip(works[number].host, arrivals.get(number, ())):
+                clock.compute(tensor.needed_ms - done_ms)
+                done_ms = tensor.needed_ms
                 clock.wait(arrival)
             clock.compute(works[number].rebuilt_ms + self.cost.segments[number].backward_ms - done_ms)
 
     @staticmethod
     def _fetch(clock: _Clock, work: _Work) -> list[float]:
-        return [clock.copy_in(label, num_bytes) for label, num_bytes, _, _ in work.host]
+        return [clock.copy_in(tensor.label, tensor.num_bytes) for tensor in work.host]
 
     def _memory(self, works: list[_Work], *, base: int, staging: int, head: int) -> list[int]:
         """Return device memory over time; memory of earlier segments grows in the forward, shrinks in the backward.
@@ -242,7 +250,7 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan, number: int) -> _Work:
     num_rebuild_ms = sum(value.rebuild_ms for value in cost.values)
     # Work that belongs to no value (norms, the last projection) is distributed over the values in proportion.
     rest_ms = max(0.0, cost.recompute_ms - num_rebuild_ms)
-    host = [(f"input {number}", cost.input_bytes, 0.0, 0.0)] if plan.input_place == "host" else []
+    host = [_HostTensor(f"input {number}", cost.input_bytes, 0.0, 0.0)] if plan.input_place == "host" else []
     device_bytes, done_ms, rebuilt_ms = 0, 0.0, 0.0
     for index, value in enumerate(cost.values):
         place = places.get(value.name)
@@ -251,12 +259,12 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan, number: int) -> _Work:
         after = done_ms / num_rebuild_ms if num_rebuild_ms else (index + 1) / len(cost.values)
         if place == "host":
             exists_ms, needed_ms = cost.forward_ms * min(after, 1.0), rest_ms * before + rebuilt_ms
-            host.append((f"{value.name} {number}", value.num_bytes, exists_ms, needed_ms))
+            host.append(_HostTensor(f"{value.name} {number}", value.num_bytes, exists_ms, needed_ms))
         elif place == "device":
             device_bytes += value.num_bytes
         else:
             rebuilt_ms += value.rebuild_ms
-    host_bytes = sum(num_bytes for _, num_bytes, _, _ in host)
+    host_bytes = sum(tensor.num_bytes for tensor in host)
     host_input_bytes = cost.input_bytes if plan.input_place == "host" else 0
     return _Work(
         host=tuple(host),
