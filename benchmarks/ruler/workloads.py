@@ -147,7 +147,7 @@ def _with_longer(name: str, config: dict[str, Any], quantization: str | None) ->
 
 
 def _llama_8b() -> list[Workload]:
-    """Llama-3.1-8B on packs of 32,768 tokens: three long documents, and one."""
+    """Llama-3.1-8B on packs of 32,768 tokens, of three long documents or one, and of one document of 131,072."""
     three = Workload(
         "llama-3.1-8b-lora-32k",
         "llama",
@@ -157,7 +157,19 @@ def _llama_8b() -> list[Workload]:
         num_packs=12,
         document_lengths=(16_384, 8192, 8192),
     )
-    return [three, replace(three, name=f"{three.name}-one-document", document_lengths=(32_768,), weights_of=three.name)]
+    return [
+        three,
+        *(
+            replace(
+                three,
+                name=f"llama-3.1-8b-lora-{suffix}-one-document",
+                max_tokens=num_tokens,
+                document_lengths=(num_tokens,),
+                weights_of=three.name,
+            )
+            for suffix, num_tokens in (("32k", 32_768), ("128k", 131_072))
+        ),
+    ]
 
 
 def _tiny(

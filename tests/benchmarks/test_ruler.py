@@ -93,6 +93,7 @@ def test_packs_are_full_and_the_same_every_time(name):
 def test_a_workload_may_name_the_documents_of_its_packs():
     assert all(pack.lengths == [16_384, 8192, 8192] for pack in make_packs(WORKLOADS["llama-3.1-8b-lora-32k"]))
     assert all(pack.lengths == [32_768] for pack in make_packs(WORKLOADS["llama-3.1-8b-lora-32k-one-document"]))
+    assert all(pack.lengths == [131_072] for pack in make_packs(WORKLOADS["llama-3.1-8b-lora-128k-one-document"]))
 
 
 def test_plan_packs_refuses_a_list_that_is_too_short():

@@ -60,7 +60,9 @@ def run(
     has_liger = False
     seen_shares: set[float] = set()
     for case in sorted(cases, key=lambda case: "liger" in case.mode):
-        is_reference = case.label_share not in seen_shares and "liger" not in case.mode and not case.is_judged
+        # Liger's loss makes the reference only where it is asked for: "plain:reference+liger".
+        has_own_loss = "liger" not in case.mode or case.num_steps == 0
+        is_reference = case.label_share not in seen_shares and has_own_loss and not case.is_judged
         seen_shares.add(case.label_share)
         one = recorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
         wants_liger, apply_liger = "liger" in case.mode, not has_liger
