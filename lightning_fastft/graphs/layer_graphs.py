@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_NAME = "layer graphs"
 # Backends whose kernels read only offsets and chunks on the device and a bound on the document length.
-_BACKENDS = frozenset({"varlen", ON_KERNELS})
+_BACKENDS = frozenset({"tiled", "varlen", ON_KERNELS})
 # Micro-batches before the first recording; they compile kernels and allocate buffers.
 _NUM_WARMUP = 2
 # A layer recorded more often than this has weights that keep moving.

@@ -24,9 +24,9 @@ ADVICE = (
     "Use attention='one_by_one' of FastFTStrategy, FastFTDDPStrategy or PackedTraining, which runs documents one at a "
     "time with the model's own attention. It does not work with sharded models (FSDP)."
 )
-_PLAIN = ("varlen", "cudnn", "flex", "sdpa", "reference")
+_PLAIN = ("tiled", "varlen", "cudnn", "flex", "sdpa", "reference")
 _WIDE_KEYS = ("varlen", "flex", "sdpa", "reference")
-_SINKS = ("varlen", "flex", "reference")
+_SINKS = ("tiled", "varlen", "flex", "reference")
 _SOFTCAPPED = ("flex", "reference")
 # Flash kernels support heads of up to 256 columns. "auto" chooses per layer, so narrower layers still use them.
 _VERY_WIDE_HEADS = ("flex", "sdpa", "reference")

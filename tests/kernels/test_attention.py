@@ -555,9 +555,14 @@ CPU = H200._replace(device_type="cpu", capability=(0, 0), dtype=torch.float32)
 @pytest.mark.parametrize(
     ("need", "changes", "backend"),
     [
-        (H200, {}, "varlen"),
+        (H200, {}, "tiled"),
+        (H200, {"document_length": 4000}, "varlen"),
+        (H200, {"has_prefixes": True}, "varlen"),
+        (H200, {"head_width": 96, "value_width": 96}, "varlen"),
+        (H200, {"value_width": 64}, "varlen"),
+        (H200, {"capability": (10, 0)}, "varlen"),
         (H200, {"dtype": torch.float16, "capability": (8, 6)}, "varlen"),
-        (H200, {"has_window": True, "has_sinks": True}, "varlen"),
+        (H200, {"has_window": True, "has_sinks": True}, "tiled"),
         (H200, {"has_softcap": True}, "flex"),
         (H200, {"dtype": torch.float32}, "sdpa"),
         (H200, {"dtype": torch.float32, "has_sinks": True}, "flex"),
@@ -568,7 +573,7 @@ CPU = H200._replace(device_type="cpu", capability=(0, 0), dtype=torch.float32)
         (H200, {"has_spans": True}, "sdpa"),
         (H200, {"has_spans": True, "has_cudnn": True, "document_length": 4096}, "sdpa"),
         (H200, {"has_spans": True, "has_softcap": True}, "flex"),
-        (H200, {"has_cudnn": True}, "varlen"),
+        (H200, {"has_cudnn": True}, "tiled"),
         (H200, {"has_cudnn": True, "document_length": 4096}, "cudnn"),
         (H200, {"has_cudnn": True, "document_length": 4096, "num_tokens": 8190}, "varlen"),
         (H200, {"has_cudnn": True, "document_length": 4096, "head_width": 64, "value_width": 64}, "varlen"),
@@ -591,11 +596,12 @@ def test_choice(need, changes, backend):
 def test_a_forced_backend_is_taken_or_refused_with_the_reason(backend, need):
     obstacle = find_obstacle(backend, need)
     assert (obstacle == "") == (
-        backend in {"cuda": ("varlen", "flex", "sdpa", "reference"), "cpu": ("sdpa", "reference")}[need.device_type]
+        backend
+        in {"cuda": ("tiled", "varlen", "flex", "sdpa", "reference"), "cpu": ("sdpa", "reference")}[need.device_type]
     )
 
 
-@pytest.mark.parametrize("backend", ["varlen", "cudnn", "flex"])
+@pytest.mark.parametrize("backend", ["tiled", "varlen", "cudnn", "flex"])
 def test_a_forced_backend_that_cannot_is_an_error_that_names_the_others(backend):
     context = make_context([4])
     q, k, v, _ = make_inputs(context)

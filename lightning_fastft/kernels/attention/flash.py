@@ -157,4 +157,9 @@ def _kernel_ready(x_THW: torch.Tensor, *, width: int) -> torch.Tensor:
     """Return heads of this width whose last axis is contiguous; the tensor itself if it is ready already."""
     if x_THW.shape[-1] != width:
         return torch.nn.functional.pad(x_THW, (0, width - x_THW.shape[-1]))
+    return contiguous_rows(x_THW)
+
+
+def contiguous_rows(x_THW: torch.Tensor) -> torch.Tensor:
+    """Return heads whose last axis is contiguous; the tensor itself if it is already."""
     return x_THW if x_THW.stride(-1) == 1 else x_THW.contiguous()

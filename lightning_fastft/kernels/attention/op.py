@@ -20,17 +20,21 @@ from lightning_fastft.kernels.attention.flash import MAX_HEAD_WIDTH, Collect, Re
 from lightning_fastft.kernels.attention.flex import flex_attention
 from lightning_fastft.kernels.attention.reference import masked_attention
 from lightning_fastft.kernels.attention.sdpa import sdpa_attention
+from lightning_fastft.kernels.attention.tiled import HEAD_WIDTHS, tiled_attention
 from lightning_fastft.kernels.backends import capability_of, must_check
 from lightning_fastft.kernels.expert_rows.op import combine_rows
+from lightning_fastft.kernels.launch import current_recorder
 from lightning_fastft.kernels.repeat_heads.op import repeat_heads
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.prefixes import PrefixKeys
 
-BACKENDS = ("varlen", "cudnn", "flex", "sdpa", "reference")
+BACKENDS = ("tiled", "varlen", "cudnn", "flex", "sdpa", "reference")
 # From this length on cuDNN is faster than torch's flash kernels (measured on an H200: 1.35x forward and 1.7x backward
 # at 8192, equal at 2048, half the speed at 512).
 CUDNN_MIN_DOCUMENT_LENGTH = 4096
 CUDNN_HEAD_WIDTH = 128
+# Below this length our tiled kernels are faster than torch's flash kernels (H200).
+TILED_MAX_DOCUMENT_LENGTH = 2048
 # A new token count costs cuDNN up to 1 s to build a plan, so cuDNN is chosen only for packs padded to a recurring
 # length.
 CUDNN_TOKEN_STEP = 512
@@ -108,10 +112,10 @@ def packed_attention(
         sink_H: One learned logit per query head in the denominator, shape (H,); None for no sinks.
         backend: "auto", or one of BACKENDS.
         remember: Takes a function that computes the kernel's outputs, and returns them: computed now, or kept from an
-            earlier equal call (activation checkpointing). Backend "varlen" calls it; the others always compute.
+            earlier equal call (activation checkpointing). "tiled" and "varlen" call it; the others always compute.
         collect: Receives in the backward the gradients of keys and values before they are summed over the query heads
-            that share them, both (T, H, W), if the backend computes them per query head ("varlen", H > G). Keys and
-            values then get no gradient through autograd.
+            that share them, both (T, H, W), if the backend computes them per query head ("tiled" and "varlen", H > G).
+            Keys and values then get no gradient through autograd.
         is_checked: As in ``must_check``.
 
     Returns:
@@ -142,9 +146,13 @@ def packed_attention(
     need = describe_need(q_THW, k_TGW, v_TGW, context=context, window=window, softcap=softcap, sink_H=sink_H)
     name = choose_backend(need) if backend == "auto" else _check_forced(backend, need)
     if q_THW.is_meta:
-        # Only shapes matter there, and those of flash attention are the same for every call.
-        name = "varlen"
+        name = _choose_on_meta(need)
     context.note_read(name)
+    if name == "tiled":
+        return tiled_attention(
+            q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, sink_H=sink_H, remember=remember,
+            collect=collect,
+        )  # fmt: skip
     if name == "varlen":
         if context.prefix_keys is not None:
             k_TGW, v_TGW = (gather_keys(x, context.prefix_keys) for x in (k_TGW, v_TGW))
@@ -192,13 +200,23 @@ def gather_keys(x_TGW: torch.Tensor, keys: PrefixKeys) -> torch.Tensor:
     return gathered
 
 
+def _choose_on_meta(need: AttentionNeed) -> str:
+    """Return the backend on the meta device: our kernels if a run on a GPU launches them and launches are recorded.
+
+    Else only shapes matter, and those of flash attention are the same for every call.
+    """
+    is_tiled = current_recorder() is not None and choose_backend(need._replace(device_type="cuda")) == "tiled"
+    return "tiled" if is_tiled else "varlen"
+
+
 @functools.lru_cache(maxsize=64)
 def choose_backend(need: AttentionNeed) -> str:
     """Return the fastest backend that supports a call.
 
-    On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, else torch's flash kernels;
-    FlexAttention for capped scores; scaled_dot_product_attention for float32 and heads wider than 256. On other
-    devices: scaled_dot_product_attention with a dense mask, or the plain formula for caps and sinks.
+    On CUDA: cuDNN for long documents of width 128 in packs of a fixed length, our tiled kernels for short ones on
+    Hopper, else torch's flash kernels; FlexAttention for capped scores; scaled_dot_product_attention for float32 and
+    heads wider than 256. On other devices: scaled_dot_product_attention with a dense mask, or the plain formula for
+    caps and sinks.
 
     Example:
         >>> flags = (False, False, False, True)
@@ -210,7 +228,9 @@ def choose_backend(need: AttentionNeed) -> str:
     if need.device_type == "cuda":
         is_long = need.document_length >= CUDNN_MIN_DOCUMENT_LENGTH and need.num_tokens % CUDNN_TOKEN_STEP == 0
         prefers_cudnn = is_long and need.head_width == CUDNN_HEAD_WIDTH and not need.has_window
-        order = (*(("cudnn",) if prefers_cudnn else ()), "varlen", "sdpa", "flex", "reference")
+        is_short = need.document_length < TILED_MAX_DOCUMENT_LENGTH
+        first = (*(("cudnn",) if prefers_cudnn else ()), *(("tiled",) if is_short else ()))
+        order = (*first, "varlen", "sdpa", "flex", "reference")
     return next(name for name in order if not find_obstacle(name, need))
 
 
@@ -218,6 +238,18 @@ def find_obstacle(backend: str, need: AttentionNeed) -> str:
     """Return why a backend cannot run a call; an empty string if it can."""
     device = f"this device has {need.capability[0]}.{need.capability[1]}"
     obstacles: dict[str, tuple[tuple[bool, str], ...]] = {
+        "tiled": (
+            (need.device_type != "cuda", "runs on CUDA only"),
+            (need.capability != HOPPER, f"was measured on compute capability 9.0 only, {device}"),
+            (need.dtype not in (torch.float16, torch.bfloat16), f"takes float16 and bfloat16, not {need.dtype}"),
+            (
+                need.head_width not in HEAD_WIDTHS or need.value_width != need.head_width,
+                f"takes heads 64 or 128 wide and values as wide, not {need.head_width} and {need.value_width}",
+            ),
+            (need.has_softcap, "has no soft cap"),
+            (need.has_prefixes, "takes no documents that continue a prefix"),
+            (need.has_spans, "is causal, also within images"),
+        ),
         "varlen": (
             (need.device_type != "cuda", "runs on CUDA only"),
             (need.capability < AMPERE, f"needs compute capability 8.0, {device}"),
