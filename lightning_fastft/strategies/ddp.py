@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fastft.activations.weights import STREAMED_ATTRIBUTE
 from lightning_fastft.strategies.context_parallel import ContextParallelMixin
 
 if TYPE_CHECKING:
@@ -22,17 +23,25 @@ if TYPE_CHECKING:
 
 
 def prepare_for_ddp(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
-    """Exclude NF4 experts from DDP, because they are equal on every rank and cannot be broadcast.
+    """Exclude NF4 experts and streamed weights from DDP: they are equal on every rank and cannot be broadcast.
 
     A trained image tower has no gradients on ranks whose pack has no image, so ``find_unused_parameters`` is set.
     Changes ddp_kwargs.
     """
     from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
     from lightning_fastft.hf.families import tower_parameters
+    from lightning_fastft.patches.host_ends import HostEmbedding, HostLinear
 
     if any(parameter.requires_grad for parameter in tower_parameters(model)):
         ddp_kwargs.setdefault("find_unused_parameters", True)
-    frozen = [name for name, parameter in model.named_parameters() if isinstance(parameter, ExpertsNF4)]
+    frozen = [
+        f"{module_name}.{name}".removeprefix(".")
+        for module_name, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, ExpertsNF4)
+        or isinstance(module, (HostEmbedding, HostLinear))
+        or (hasattr(module, STREAMED_ATTRIBUTE) and not parameter.requires_grad)
+    ]
     if frozen:
         ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *frozen]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
@@ -104,7 +113,7 @@ class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model, without its NF4 experts."""
+        """Wrap the model, without its NF4 experts and streamed weights."""
         prepare_for_ddp(model, self._ddp_kwargs)
         return super()._setup_model(model)
 

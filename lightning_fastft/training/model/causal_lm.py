@@ -25,6 +25,7 @@ from lightning_fastft.training.model.construction import (
     apply_transforms,
     check_averaging,
     describe_model,
+    find_home,
     find_mesh,
     first_packs,
     keep_equal_tensors,
@@ -240,6 +241,7 @@ class CausalLMModule(LightningModule):
             model, filler = open_source(
                 self.source,
                 device=device,
+                home=find_home(self._trainer, device=device, lora=self.lora),
                 dtype=dtype,
                 quantization=self.quantization,
                 seed=self._seed,
@@ -360,7 +362,8 @@ class CausalLMModule(LightningModule):
                 "A second model is not sharded: under strategy='fastft_fsdp' each device would hold all of it. Use "
                 "adapters, whose base is the reference, or values that are stored before the training."
             )
-        self.frozen_model = open_frozen_model(source, device=self._find_device(), dtype=self._compute_dtype)
+        home = find_home(self._trainer, device=self._find_device(), lora=self.lora)
+        self.frozen_model = open_frozen_model(source, device=home, dtype=self._compute_dtype)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the trained model; a frozen one stays in evaluation mode."""

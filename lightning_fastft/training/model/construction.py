@@ -23,6 +23,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.phases import phase
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -150,10 +151,23 @@ def place_adapters(strategy: Strategy | None) -> AdapterPlacement:
     return strategy.adapters if isinstance(strategy, FastFTFSDPStrategy) else "shard"
 
 
+def find_home(trainer: Trainer | None, *, device: torch.device, lora: LoraConfig | None) -> torch.device:
+    """Return where the tensors of a model that is not sharded are when it is built: on the host if the strategy streams
+    them from there, else on the device, as for adapters that are computed from the base.
+    """
+    strategy = None if trainer is None else trainer.strategy
+    if not isinstance(strategy, FastFTStrategyMixin) or not strategy.checkpointing.streams_from_host:
+        return device
+    from lightning_fastft.hf.sharding.fillers import reads_base
+
+    return device if lora is not None and reads_base(lora) else strategy.weights_device
+
+
 def open_source(
     source: ModelSource,
     *,
     device: torch.device,
+    home: torch.device,
     dtype: torch.dtype,
     quantization: Literal["nf4"] | None,
     seed: int,
@@ -165,7 +179,8 @@ def open_source(
         if not is_sharded:
             from lightning_fastft.hf.loading.model import build_model
 
-            return build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed), None
+            model = build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed, home=home)
+            return model, None
         from lightning_fastft.hf.sharding.fillers import open_model, reads_base
 
         is_read_early = lora is not None and reads_base(lora)
