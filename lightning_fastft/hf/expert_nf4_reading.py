@@ -85,7 +85,7 @@ def _register() -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # The configuration is saved with the model.
-            self.device: torch.device | None = vars(self.quantization_config).pop(_DEVICE, None)
+            self.device: torch.device | None = self.quantization_config.__dict__.pop(_DEVICE, None)
             self.largest: dict[str, torch.Tensor] = {}
 
         def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:

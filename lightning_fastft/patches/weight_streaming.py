@@ -40,8 +40,8 @@ def install_weight_streaming(
     host memory; loading a state dict that contains them raises. The loss must depend on the last hidden states, as in
     every causal language model.
 
-    The model may be on its device or on the host; streamed weights go from there to the memory of the streamer, and undo
-    returns them there. Undo the patcher before the model is merged or weights are loaded.
+    The model may be on its device or on the host, to which undo returns the weights. Undo the patcher before the model
+    is moved or merged, or weights are loaded; a move to the device that has the weights already is allowed.
 
     Args:
         model: A Hugging Face causal language model, also inside a PEFT model.

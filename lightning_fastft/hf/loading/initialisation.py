@@ -49,9 +49,7 @@ def initialise(
         model = quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
     left = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.device.type != home.type
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type != home.type
     ]
     if left:
         raise UnsupportedModelError(
