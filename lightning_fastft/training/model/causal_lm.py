@@ -25,7 +25,6 @@ from lightning_fastft.training.model.construction import (
     apply_transforms,
     check_averaging,
     describe_model,
-    find_home,
     find_mesh,
     first_packs,
     keep_equal_tensors,
@@ -241,7 +240,7 @@ class CausalLMModule(LightningModule):
             model, filler = open_source(
                 self.source,
                 device=device,
-                home=find_home(self._trainer, device=device, lora=self.lora),
+                trainer=self._trainer,
                 dtype=dtype,
                 quantization=self.quantization,
                 seed=self._seed,
@@ -362,8 +361,8 @@ class CausalLMModule(LightningModule):
                 "A second model is not sharded: under strategy='fastft_fsdp' each device would hold all of it. Use "
                 "adapters, whose base is the reference, or values that are stored before the training."
             )
-        home = find_home(self._trainer, device=self._find_device(), lora=self.lora)
-        self.frozen_model = open_frozen_model(source, device=home, dtype=self._compute_dtype)
+        device = self._find_device()
+        self.frozen_model = open_frozen_model(source, device=device, dtype=self._compute_dtype, trainer=self._trainer)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the trained model; a frozen one stays in evaluation mode."""
@@ -399,5 +398,6 @@ class CausalLMModule(LightningModule):
                 "generate needs a model and a tokenizer; "
                 f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
             )
-        options["max_new_tokens"] = max_new_tokens
-        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)
+        return generate_texts(
+            self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
+        )

@@ -167,11 +167,11 @@ def open_source(
     source: ModelSource,
     *,
     device: torch.device,
-    home: torch.device,
     dtype: torch.dtype,
     quantization: Literal["nf4"] | None,
     seed: int,
     lora: LoraConfig | None,
+    trainer: Trainer | None,
     is_sharded: bool,
 ) -> tuple[PreTrainedModel, Filler | None]:
     """Return a finished model; or a model that is filled while it is sharded, with what fills it."""
@@ -179,6 +179,7 @@ def open_source(
         if not is_sharded:
             from lightning_fastft.hf.loading.model import build_model
 
+            home = find_home(trainer, device=device, lora=lora)
             model = build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed, home=home)
             return model, None
         from lightning_fastft.hf.sharding.fillers import open_model, reads_base
@@ -189,7 +190,9 @@ def open_source(
         )
 
 
-def open_frozen_model(source: str | nn.Module, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def open_frozen_model(
+    source: str | nn.Module, *, device: torch.device, dtype: torch.dtype, trainer: Trainer | None
+) -> nn.Module:
     """Return a second model in evaluation mode, without gradients: read from a folder or the hub, or as it is."""
     model: nn.Module
     if isinstance(source, nn.Module):
@@ -199,7 +202,8 @@ def open_frozen_model(source: str | nn.Module, *, device: torch.device, dtype: t
         from lightning_fastft.hf.loading.source import ModelSource
 
         with phase("loading the second model"):
-            model = build_model(ModelSource(source, init="pretrained"), device=device, dtype=dtype)
+            home = find_home(trainer, device=device, lora=None)
+            model = build_model(ModelSource(source, init="pretrained"), device=device, dtype=dtype, home=home)
     return model.requires_grad_(False).eval()
 
 
