@@ -8,7 +8,8 @@ r"""Measure activation offload: gain of double buffering, overlap of copies, fro
     python -m benchmarks.offload front --out runs/offload --root /dev/shm/fastft \
         --workload qwen3-14b-qlora qwen3-14b-qlora-16k
 
-Models have random weights, made on the device once per size; every run starts from the same adapters and takes the same
+Models have random weights, made on the device once per size (``small-cards`` with ``+stream``: layer by layer, and held
+on the host); every run starts from the same adapters and takes the same
 packs of the ruler's documents, with fused AdamW and clipping. Per run: 3 warm-up steps (7 where a plan is measured
 first), 30 timed steps (10 where one exceeds 3 s, fewer where the budget ends; the count is in the row), then profiled
 ones. A time counts only if the losses of all steps and the norm of the first gradients are those of the first run on
@@ -241,9 +242,7 @@ def small_cards(session: Session, options: argparse.Namespace) -> None:
 
 
 def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argparse.Namespace) -> dict[str, Any]:
-    # The strategy caps a model that is built on the device and then streamed, once its weights are on the host.
-    is_built_within = "+stream" not in run.mode
-    if session.is_cuda and is_built_within:
+    if session.is_cuda:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
@@ -253,7 +252,7 @@ def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argp
     record["cap_gib"] = cap_gib
     if session.is_cuda:
         # The largest of all is what the card must have.
-        parts = ["peak_gib", "peak_gib_warmup", *(["peak_gib_load"] if is_built_within else [])]
+        parts = ["peak_gib", "peak_gib_warmup", "peak_gib_load"]
         record["reserved_gib"] = max(record.get(part, {}).get("reserved", 0.0) for part in parts)
         torch.cuda.set_per_process_memory_fraction(1.0)
     if not record["reason"] and not options.without_reference:

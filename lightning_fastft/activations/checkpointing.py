@@ -47,15 +47,16 @@ class OffloadCheckpointing:
             three steps and measures them; then it keeps on the device what costs most to recompute, offloads what
             hides under compute, and recomputes the rest. On a CPU "auto" keeps everything.
         vram_budget: Device memory, in GiB, that the process may reserve under "auto", loading and the first steps
-            included (with weights="stream" from the first step on); our strategies cap the allocator at it. The CUDA
-            context and NCCL's buffers are not part of it.
+            included; our strategies cap the allocator at it. The CUDA context and NCCL's buffers are not part of it.
             "auto" is the memory of the process plus 90 % of the free memory, without a cap.
         host_budget: Pinned host memory of each rank, in GiB; "auto" is half of the host's available memory, shared by
             its ranks.
         buffers: Number of staging slots: 2 fetches one layer ahead, more fetch further ahead, 1 copies serially (for
             comparison).
         weights: "stream" keeps the frozen weights of the decoder layers, the input embedding and the output layer in
-            pinned host memory, and copies each layer to the device before its use. "auto" does so under policy "auto"
+            pinned host memory, and copies each layer to the device before its use. Our strategies then build the model
+            on the host, and the device holds one tensor of it at a time; adapters that are computed from the base
+            (DoRA, PiSSA, EVA) need it whole on the device once. "auto" streams under policy "auto"
             if no plan fits otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does.
             While weights are streamed, the parameters of the embedding and the output layer read as NaN: code of your
             own calls ``model.lm_head(hidden)`` and does not read ``model.lm_head.weight``. Sharded weights (FSDP2) stay
@@ -237,13 +238,19 @@ class OffloadCheckpointing:
             ),
         ]
 
+    @property
+    def streams_from_host(self) -> bool:
+        """Whether frozen weights are streamed from the start, so that a model is best built on the host."""
+        return self.options.weights == "stream"
+
     def cap(self, device: torch.device, patcher: ModelPatcher) -> None:
         """Keep the memory that this process reserves on a device within ``vram_budget``, until the patcher undoes it.
 
-        Call it before the model is built, and again once it is placed: with weights="stream" a model is built on the
-        device, and the cap begins when its weights are on the host. There is no cap without a budget, and if the device
-        has no more memory than that. Under policy "auto" the allocator gets expandable segments in any case, because
-        the plan uses most of the device and packs of many lengths fragment the rest. No-op without CUDA.
+        Call it before the model is built, and again once it is placed: with weights="stream", and a model on the device
+        that is larger than the budget, the cap begins when its weights are on the host. There is no cap without a
+        budget, and if the device has no more memory than that. Under policy "auto" the allocator gets expandable
+        segments in any case, because the plan uses most of the device and packs of many lengths fragment the rest.
+        No-op without CUDA.
 
         Raises:
             OptionError: The process has reserved more already.
@@ -254,10 +261,11 @@ class OffloadCheckpointing:
             patcher.set_attribute(self, "_has_segments", True)
             if (restore := expand_segments()) is not None:
                 patcher.add_undo(restore)
-        budget, is_moving = self.options.vram_budget_bytes, self.options.weights == "stream" and not self.stacks
-        if budget is None or budget >= device_bytes(device):
+        budget = self.options.vram_budget_bytes
+        if budget is None or budget >= device_bytes(device) or self._capped_device is not None:
             return
-        if not is_moving and self._capped_device is None:
+        is_moving = self.streams_from_host and not self.stacks and torch.cuda.memory_reserved(device) > budget
+        if not is_moving:
             patcher.add_undo(cap_memory(device, budget))
             patcher.set_attribute(self, "_capped_device", device)
 

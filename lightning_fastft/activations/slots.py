@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
+import mmap
 import time
 import weakref
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from lightning_fastft.core.errors import HostMemoryError
 
 # Alignment of copies, for full speed of the copy engines and for any dtype.
 ALIGNMENT_BYTES = 512
+# Memory is pinned in whole pages, and no page can be pinned twice.
+_PAGE_BYTES = mmap.PAGESIZE
 # Log pinning from this size on; it takes about one second per GiB.
 SLOW_PINNING_BYTES = 2**30
 _CUDA_HOST_REGISTER_PORTABLE = 1
@@ -54,7 +57,8 @@ class HostRegion:
 class PinnedSlab:
     """One block of page-locked host memory of exact size, registered once and allocated in regions.
 
-    PyTorch's own pinned allocator rounds every block up to a power of two; this one rounds each region up to 512 bytes.
+    PyTorch's own pinned allocator rounds every block up to a power of two; this one rounds each region up to 512 bytes,
+    and the block to whole pages.
 
     Raises:
         HostMemoryError: The memory cannot be allocated or pinned.
@@ -70,12 +74,16 @@ class PinnedSlab:
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)] if num_bytes else []
         # Marks of the last use, by start of the freed region.
         self._pending: dict[int, tuple[int, list[Mark]]] = {}
+        num_pinned = -(-self.num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
-            self._bytes = torch.empty(self.num_bytes, dtype=torch.uint8)
+            whole = torch.empty(num_pinned + _PAGE_BYTES, dtype=torch.uint8)
         except RuntimeError as error:
             raise HostMemoryError(
                 f"The host has no {self.num_bytes / 2**30:.1f} GiB for offloaded tensors: lower host_budget. ({error})"
             ) from error
+        start = -whole.data_ptr() % _PAGE_BYTES
+        # Slabs that share a page with another one could not be pinned.
+        self._bytes = whole[start : start + num_pinned]
         if device.type == "cuda" and num_bytes:
             self._register(device)
 
@@ -142,9 +150,8 @@ class PinnedSlab:
         if is_slow:
             logger.info("pinning %.1f GiB of host memory, about %.0f s", gib, gib)
         begin = time.perf_counter()
-        status = int(
-            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.num_bytes, _CUDA_HOST_REGISTER_PORTABLE)
-        )
+        address, num_bytes = self._bytes.data_ptr(), self._bytes.nbytes
+        status = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _CUDA_HOST_REGISTER_PORTABLE))
         if status:
             # Clear the error; otherwise the next launch would report it.
             with contextlib.suppress(RuntimeError):

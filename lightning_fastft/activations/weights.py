@@ -23,9 +23,10 @@ STREAMED_ATTRIBUTE = "fastft_streamed"
 
 
 class _Piece(NamedTuple):
-    """A tensor and its position in the bytes of its layer."""
+    """A tensor, where it was, and its position in the bytes of its layer."""
 
     tensor: torch.Tensor
+    device: torch.device
     begin: int
     num_bytes: int
     dtype: torch.dtype
@@ -39,10 +40,9 @@ class _Piece(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Tensors of a layer and its position in the host region."""
+    """Tensors of a layer and their size on the host."""
 
     pieces: list[_Piece]
-    begin: int
     num_bytes: int
 
 
@@ -54,11 +54,11 @@ class WeightStreamer:
     has left its layer. Call ``use`` before each layer, on one compute stream at a time.
 
     Args:
-        layers: Frozen leaf tensors of each layer, on one device, without shared memory.
+        layers: Frozen leaf tensors of each layer, on the compute device or on the host, without shared memory.
         streams: Copy streams of the compute device.
         num_slots: Number of device slots, at least 2; with 3 a copy can start one layer earlier.
-        allocate_host: Called with a number of bytes; returns host memory (uint8), pinned for a CUDA device. None for
-            pageable memory, on a CPU only.
+        allocate_host: Called with the number of bytes of each layer; returns host memory (uint8), pinned for a CUDA
+            device. None for pageable memory, on a CPU only.
 
     Raises:
         OptionError: A tensor is trained or not a leaf, or two tensors share memory.
@@ -93,12 +93,7 @@ class WeightStreamer:
         _check_tensors(layers)
         self.streams = streams
         self._allocate_host = allocate_host or functools.partial(torch.empty, dtype=torch.uint8)
-        self._layers: list[_Layer] = []
-        begin = 0
-        for tensors in layers:
-            layer = _lay_out(tensors, begin=begin)
-            self._layers.append(layer)
-            begin += layer.num_bytes
+        self._layers = [_lay_out(tensors) for tensors in layers]
         self._num_slots = min(num_slots, len(self._layers))
         self._is_attached = False
         self._host: list[torch.Tensor] = []
@@ -112,7 +107,7 @@ class WeightStreamer:
 
     @property
     def num_host_bytes(self) -> int:
-        """Size of the host region."""
+        """Size of the tensors on the host."""
         return sum(layer.num_bytes for layer in self._layers)
 
     @property
@@ -121,32 +116,37 @@ class WeightStreamer:
         return sum(self._slot_sizes())
 
     def attach(self) -> None:
-        """Move all tensors to the host region and point them into their slots; a second call does nothing.
+        """Move all tensors to host memory of the streamer and point them into their slots; a second call does nothing.
+
+        If it fails, every tensor is where it was.
 
         Raises:
             HostMemoryError: allocate_host returned too little memory, or unpinned memory for a CUDA device.
 
         Cost:
-            One synchronous copy of all tensors; temporarily the device holds both tensors and slots.
+            One synchronous copy of all tensors, layer by layer: each layer leaves its old memory before the next one
+            is copied.
         """
         if self._is_attached:
             return
+        sizes = self._slot_sizes()
+        slots: list[torch.Tensor] = []
         # A training step could not write to memory allocated in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
-            region = self._make_region()
-            host = [region[layer.begin : layer.begin + layer.num_bytes] for layer in self._layers]
-            for layer, bytes_of_layer in zip(self._layers, host):
-                for piece in layer.pieces:
-                    piece.view(bytes_of_layer).copy_(piece.tensor)
-            slots = [torch.empty(size, dtype=torch.uint8, device=self.streams.device) for size in self._slot_sizes()]
-            # Nothing has changed yet; from here on detach restores everything.
-            self._host, self._is_attached = host, True
-            self._targets = [
-                slots[index % self._num_slots][: layer.num_bytes] for index, layer in enumerate(self._layers)
-            ]
-            for layer, target in zip(self._layers, self._targets):
-                for piece in layer.pieces:
-                    piece.tensor.data = piece.view(target)
+            try:
+                for index, layer in enumerate(self._layers):
+                    host = self._copy_to_host(layer)
+                    if len(slots) < self._num_slots:
+                        slots.append(torch.empty(sizes[index], dtype=torch.uint8, device=self.streams.device))
+                    self._host.append(host)
+                    self._targets.append(slots[index % self._num_slots][: layer.num_bytes])
+                    for piece in layer.pieces:
+                        piece.tensor.data = piece.view(self._targets[index])
+            except BaseException:
+                self._restore(None)
+                self._host, self._targets = [], []
+                raise
+        self._is_attached = True
         self._addresses = [[piece.tensor.data_ptr() for piece in layer.pieces] for layer in self._layers]
         self._content = [None] * self._num_slots
         # The allocator may return memory that queued work of the compute stream still uses.
@@ -158,8 +158,8 @@ class WeightStreamer:
         """Restore every tensor with its own memory; a second call does nothing.
 
         It can be called at any time, also after an exception in a step. Autograd graphs built before cannot run their
-        backward afterwards. Without a device it is the compute device, or host memory, with a warning, if they do not
-        fit there.
+        backward afterwards. Without a device each tensor returns to where it was before attach, or to host memory, with
+        a warning, if they do not fit there.
 
         Cost:
             One copy of all tensors, with a host sync.
@@ -169,7 +169,7 @@ class WeightStreamer:
         self.streams.synchronize()
         with torch.inference_mode(mode=False), torch.no_grad():
             try:
-                self._restore(device or self.streams.device)
+                self._restore(device)
             except torch.OutOfMemoryError:
                 if device is not None:
                     raise
@@ -250,9 +250,10 @@ class WeightStreamer:
             sizes[slot] = max(sizes[slot], layer.num_bytes)
         return sizes
 
-    def _make_region(self) -> torch.Tensor:
-        num_bytes = self.num_host_bytes
-        region = self._allocate_host(num_bytes)
+    def _copy_to_host(self, layer: _Layer) -> torch.Tensor:
+        """Return a copy of the bytes of a layer in host memory."""
+        num_bytes = layer.num_bytes
+        region = self._allocate_host(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
         if (
             region.dtype is not torch.uint8
             or region.ndim != 1
@@ -269,23 +270,26 @@ class WeightStreamer:
                 f"allocate_host({num_bytes}) returned pageable memory: pass a region of a PinnedSlab, or keep the "
                 "weights on the device."
             )
-        return region
+        for piece in layer.pieces:
+            piece.view(region).copy_(piece.tensor)
+        return region[:num_bytes]
 
-    def _restore(self, device: torch.device) -> None:
+    def _restore(self, device: torch.device | None) -> None:
+        """Give the tensors of the layers on the host their own memory, on a device or where they were."""
         for layer, bytes_of_layer in zip(self._layers, self._host):
             for piece in layer.pieces:
-                piece.tensor.data = piece.view(bytes_of_layer).to(device, copy=True)
+                piece.tensor.data = piece.view(bytes_of_layer).to(device or piece.device, copy=True)
 
 
-def _lay_out(tensors: Sequence[torch.Tensor], *, begin: int) -> _Layer:
+def _lay_out(tensors: Sequence[torch.Tensor]) -> _Layer:
     """Assign aligned positions to the tensors; gaps in their memory are removed, the order of axes stays."""
     pieces, end = [], 0
     for tensor in tensors:
         num_bytes = tensor.nbytes
         stride = torch.empty_like(tensor, device="meta", requires_grad=False).stride()
-        pieces.append(_Piece(tensor, end, num_bytes, tensor.dtype, tensor.shape, stride))
+        pieces.append(_Piece(tensor, tensor.device, end, num_bytes, tensor.dtype, tensor.shape, stride))
         end += align(num_bytes)
-    return _Layer(pieces, begin, end)
+    return _Layer(pieces, end)
 
 
 def _check_tensors(layers: Sequence[Sequence[torch.Tensor]]) -> None:

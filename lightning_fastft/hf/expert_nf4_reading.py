@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 METHOD = "fastft_nf4"
+# Attribute of the configuration until a quantizer is made from it.
+_DEVICE = "fastft_device"
 
 
-def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
+def quantise_experts_too(config: BitsAndBytesConfig, *, device: torch.device | None = None) -> BitsAndBytesConfig:
     """Return a configuration for ``from_pretrained`` that quantises linear layers like config, and experts to NF4.
 
     The loaded model reports bitsandbytes as its quantization method.
 
     Args:
         config: transformers' configuration of NF4 with double quantisation; it is not changed.
+        device: Device that quantises each tensor; the result returns to the device that the tensor was read to. None
+            to quantise it where it was read to.
 
     Returns:
         The value for ``quantization_config``. ``from_pretrained`` raises the UnsupportedModelError of quantise_experts
@@ -38,7 +42,8 @@ def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
         weight before it was quantised, by name.
 
     Cost:
-        Peak memory of loading is the quantised model plus one dense stack.
+        Peak memory of loading is the quantised model plus one dense stack; with another device, that device holds one
+        tensor at a time.
 
     Source:
         transformers.quantizers.register_quantizer.
@@ -51,6 +56,7 @@ def quantise_experts_too(config: BitsAndBytesConfig) -> BitsAndBytesConfig:
     _register()
     config = copy.deepcopy(config)
     config.quant_method = METHOD
+    setattr(config, _DEVICE, device)
     return config
 
 
@@ -65,18 +71,21 @@ def _register() -> None:
 
     class QuantiseBoth(Bnb4bitQuantize):
         def convert(self, input_dict: dict[str, Any], *args: Any, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
-            weights = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+            read = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+            weights = {name: weight.to(self.hf_quantizer.device or weight.device) for name, weight in read.items()}
             self.hf_quantizer.largest.update((name, largest_magnitude(weight)) for name, weight in weights.items())
             stacks = {name for name in weights if is_stack(*get_module_from_name(model, name))}
             others = {name: weight for name, weight in weights.items() if name not in stacks}
             result = super().convert(others, *args, model=model, **kwargs)
             for name in stacks:
                 result[name] = nn.Parameter(quantise_stack(weights[name]), requires_grad=False)
-            return result
+            return {name: weight.to(read[name].device) for name, weight in result.items()}
 
     class ExpertQuantizer(Bnb4BitHfQuantizer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            # The configuration is saved with the model.
+            self.device: torch.device | None = self.quantization_config.__dict__.pop(_DEVICE, None)
             self.largest: dict[str, torch.Tensor] = {}
 
         def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:

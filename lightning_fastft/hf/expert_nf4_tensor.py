@@ -151,6 +151,10 @@ class ExpertsNF4(_Lazy):
         dequantise_stack(stack, out.view(stack.packed_EC.shape[0], -1))
         return out
 
+    def on(self, device: torch.device) -> ExpertsNF4:
+        """Return the same stack on a device, with the tensors that are there already and copies of the others."""
+        return self._again(lambda part: part.to(device))
+
     @property
     def held_bytes(self) -> int:
         """Return the bytes of the stack in memory; shape and dtype describe the dense stack."""

@@ -58,8 +58,8 @@ def install_host_embedding(
     host memory. Additions of the model's own class to the lookup (Gemma's factor) are kept.
 
     Args:
-        model: A Hugging Face causal language model, also inside a PEFT model, on its training device.
-        patcher: Records the change; undo returns the weight to the device.
+        model: A Hugging Face causal language model, also inside a PEFT model, on its training device or on the host.
+        patcher: Records the change; undo returns the weight to where it was.
         streams: The copy streams of the device.
         allocate_host: Takes a number of bytes and returns pinned host memory (uint8). None for pageable memory, on a
             CPU only.
@@ -165,7 +165,7 @@ class _HostMatrix:
         self, parameter: torch.Tensor, *, name: str, streams: CopyStreams, allocate_host: AllocateHost | None
     ) -> None:
         self.parameter, self.name = parameter, name
-        self.device = streams.device
+        self.device, self._home = streams.device, parameter.device
         self.num_bytes = parameter.numel() * parameter.element_size()
         self._streams = streams
         # A copy that the next head takes, and when it has arrived.
@@ -194,10 +194,10 @@ class _HostMatrix:
             ).expand(self.parameter.shape)
 
     def give_back(self) -> None:
-        """Give the parameter its own storage again, on the host if the device has no free memory."""
+        """Give the parameter its own storage again where it was, or on the host if the device has no free memory."""
         with torch.inference_mode(mode=False), torch.no_grad():
             try:
-                self.parameter.data = self.weight_VD.to(self.device, copy=True)
+                self.parameter.data = self.weight_VD.to(self._home, copy=True)
             except torch.OutOfMemoryError:
                 self.parameter.data = self.weight_VD.clone()
                 warnings.warn(

@@ -40,12 +40,12 @@ def install_weight_streaming(
     host memory; loading a state dict that contains them raises. The loss must depend on the last hidden states, as in
     every causal language model.
 
-    Install it after the model is on its device (with DDP: after it is wrapped). Undo the patcher before the model is
-    moved or merged, or weights are loaded.
+    The model may be on its device or on the host, to which undo returns the weights. Undo the patcher before the model
+    is moved or merged, or weights are loaded; a move to the device that has the weights already is allowed.
 
     Args:
         model: A Hugging Face causal language model, also inside a PEFT model.
-        patcher: Records the changes; undo returns the weights to the device, also after an exception.
+        patcher: Records the changes; undo returns the weights to where they were, also after an exception.
         streams: The copy streams of the device.
         allocate_host: Takes a number of bytes and returns pinned host memory (uint8). None for pageable memory, on a
             CPU only.
@@ -81,6 +81,7 @@ def install_weight_streaming(
     streamer.attach()
     patcher.add_undo(streamer.detach)
     for index, (layer, tensors) in enumerate(zip(layers, frozen)):
+        _settle_experts(layer, streams.device)
         link = _LayerLink(streamer, index=index, names=list(tensors))
         serve_state_dict(layer, link.values, patcher)
         for module in layer.modules():
@@ -154,6 +155,13 @@ def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]
             if quant_state.nested:
                 found[f"{name}.nested_absmax"] = quant_state.state2.absmax
     return found
+
+
+def _settle_experts(layer: nn.Module, device: torch.device) -> None:
+    """Move what is left of NF4 stacks to the device, so that they name it and a move of the module skips them."""
+    for parameter in layer.parameters():
+        if isinstance(parameter, ExpertsNF4) and parameter.device != device:
+            parameter.data = parameter.on(device)
 
 
 def _adapter_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fastft.activations.weights import STREAMED_ATTRIBUTE
 from lightning_fastft.strategies.context_parallel import ContextParallelMixin
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+
+# Attribute of a module in which DDP and Lightning look for the names of tensors that they do not broadcast.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def prepare_for_ddp(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
@@ -34,8 +38,19 @@ def prepare_for_ddp(model: nn.Module, ddp_kwargs: dict[str, Any]) -> None:
         ddp_kwargs.setdefault("find_unused_parameters", True)
     frozen = [name for name, parameter in model.named_parameters() if isinstance(parameter, ExpertsNF4)]
     if frozen:
-        ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *frozen]
+        ignored = [*getattr(model, _IGNORED, ()), *frozen]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+
+
+def _streamed_weights(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the frozen weights in slots or on the host, which are equal on every rank."""
+    from lightning_fastft.patches.host_ends import HostEmbedding, HostLinear
+
+    for module_name, module in model.named_modules():
+        if hasattr(module, STREAMED_ATTRIBUTE) or isinstance(module, (HostEmbedding, HostLinear)):
+            for name, parameter in module.named_parameters(recurse=False):
+                if not parameter.requires_grad:
+                    yield f"{module_name}.{name}"
 
 
 class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
@@ -103,10 +118,15 @@ class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
         self._is_graph_recorded = False
         super().setup(trainer)
 
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model, without its NF4 experts."""
-        prepare_for_ddp(model, self._ddp_kwargs)
-        return super()._setup_model(model)
+    def model_to_device(self) -> None:
+        """Move the model to the device; exclude from DDP what cannot be broadcast: NF4 experts, streamed weights."""
+        super().model_to_device()
+        assert self.model is not None
+        prepare_for_ddp(self.model, self._ddp_kwargs)
+        streamed = list(_streamed_weights(self.model))
+        if streamed and self._patcher is not None:
+            ignored = [*getattr(self.model, _IGNORED, ()), *streamed]
+            self._patcher.set_attribute(self.model, _IGNORED, ignored)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -182,15 +182,27 @@ class FastFTStrategyMixin(StepDownMixin):
             # Before the model is built.
             self.checkpointing.cap(self.root_device, patcher_of(trainer))
 
+    @property
+    def weights_device(self) -> torch.device:
+        """Where a model is built: on the host if its weights are streamed from there, else on the device."""
+        return torch.device("cpu") if self.checkpointing.streams_from_host else self.root_device
+
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build the model in this block; explain an out-of-memory error.
+        """Build the model in this block, on ``weights_device``; explain an out-of-memory error.
 
         Raises:
             DeviceMemoryError: The message has the budget.
         """
-        with self._explaining_memory("load", effect=NOTHING_TRAINED), super().tensor_init_context(empty_init):
+        place = self.weights_device if self.checkpointing.streams_from_host else contextlib.nullcontext()
+        with self._explaining_memory("load", effect=NOTHING_TRAINED), super().tensor_init_context(empty_init), place:
             yield
+
+    def model_to_device(self) -> None:
+        """Move the model to the device of this rank; frozen weights that are streamed go to pinned memory instead."""
+        if self.checkpointing.streams_from_host:
+            self.packed_steps.place(self.root_device)
+        super().model_to_device()  # type: ignore[safe-super]
 
     def on_exception(self, exception: BaseException) -> None:
         """Keep the process groups after an error; a run that a signal stopped destroys them, on all ranks."""

@@ -107,8 +107,9 @@ class StepDownMixin(_Base):
             place = f"{place}{rank}, at optimizer step {trainer.global_step + 1}"
         plan = self.checkpointing.status().reason
         remedy = (
-            "The model does not fit: raise vram_budget, use OffloadCheckpointing(weights='stream'), whose cap begins "
-            "when the weights are on the host, or a quantised base (quantization='nf4')"
+            "The model does not fit: raise vram_budget, use OffloadCheckpointing(weights='stream'), which builds the "
+            "model on the host (a module of your own loads it with device_map='cpu'), or a quantised base "
+            "(quantization='nf4')"
             if effect == NOTHING_TRAINED
             else f"The batch was not changed: {self.checkpointing.remedy()}"
         )

@@ -55,10 +55,17 @@ def test_a_run_expands_segments_and_is_capped_until_it_ends(calls, weights):
     assert calls == WHOLE
 
 
-def test_a_model_that_is_streamed_is_capped_when_its_weights_are_on_the_host(calls):
+def test_a_streamed_model_is_capped_while_it_loads_or_when_it_has_left_the_device(calls, monkeypatch):
     checkpointing, patcher = OffloadCheckpointing("auto", vram_budget=8, weights="stream"), ModelPatcher()
     checkpointing.cap(DEVICE, patcher)
+    patcher.undo()
+    assert calls == WHOLE
+    calls.clear()
+    reserved = [9 * GIB]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
+    checkpointing.cap(DEVICE, patcher)
     assert calls == WHOLE[:1]
+    reserved[0] = GIB
     checkpointing.stacks.append(object())
     checkpointing.cap(DEVICE, patcher)
     checkpointing.stacks.clear()
@@ -145,12 +152,12 @@ class Loading(FineTuner):
         super().configure_model()
 
 
-def fit(folder, *, fails):
+def fit(folder, *, fails=False, weights="auto"):
     config = {
         "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 32,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
     }  # fmt: skip
-    activations = Capped("auto", vram_budget=8)
+    activations = Capped("auto", vram_budget=8, weights=weights)
     tuner = Loading(config, init="random", dtype="float32", lora={"r": 2})
     tuner.events = activations.events = []
     tuner.fails = fails
@@ -163,7 +170,10 @@ def fit(folder, *, fails):
 
 
 def test_a_run_is_capped_before_its_model_is_built_until_it_ends(tmp_path):
-    assert fit(tmp_path, fails=False) == ["cap cpu", "load", "attach", "place", "cap cpu", "lift", "lift"]
+    assert fit(tmp_path) == ["cap cpu", "load", "attach", "place", "cap cpu", "lift", "lift"]
+    # Before the model moves to the device, and after everything else is on it.
+    streamed = fit(tmp_path, weights="stream")
+    assert streamed == ["cap cpu", "load", "attach", "place", "place", "cap cpu", "lift", "lift"]
 
 
 def test_a_model_that_does_not_load_within_the_budget_names_it(tmp_path):

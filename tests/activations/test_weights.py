@@ -220,7 +220,7 @@ def test_sizes_and_what_the_device_holds():
         asked.append(num_bytes) or torch.empty(num_bytes + 512, dtype=torch.uint8)[512:]
     )
     streamer.attach()
-    assert asked == [sum(sizes)]
+    assert asked == sizes
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensors in layers
@@ -307,7 +307,7 @@ def test_a_device_without_room_gets_host_tensors_and_a_warning(monkeypatch):
     monkeypatch.setattr(streamer, "_restore", fail_first)
     with pytest.warns(UserWarning, match="cannot hold"):
         streamer.detach()
-    assert calls == [CPU, CPU]
+    assert calls == [None, CPU]
     for tensors, expected in zip(layers, truth):
         assert_equal(tensors, expected)
 
@@ -370,6 +370,31 @@ def test_tensors_that_cannot_be_streamed_are_refused():
         WeightStreamer([[shared]], streams=CopyStreams(), num_slots=1)
     # Parts of one block that do not meet are no shared memory.
     WeightStreamer([[shared[:2]], [shared[2:]]], streams=CopyStreams())
+
+
+def test_each_layer_leaves_its_memory_before_the_next_one_is_copied():
+    """Otherwise the host would hold weights that were loaded there twice."""
+    layers, truth = make_layers(5)
+    own = [tensors[0].data_ptr() for tensors in layers]
+    moved = []
+
+    def allocate(num_bytes):
+        moved.append([tensors[0].data_ptr() != address for tensors, address in zip(layers, own)])
+        if len(moved) == 5 and streamer.fails:
+            raise HostMemoryError("planted")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    streamer = WeightStreamer(layers, streams=CopyStreams(), allocate_host=allocate)
+    streamer.fails = True
+    with pytest.raises(HostMemoryError, match="planted"):
+        streamer.attach()
+    assert [sum(row) for row in moved] == [0, 1, 2, 3, 4]
+    for tensors, expected in zip(layers, truth):
+        assert_equal(tensors, expected)
+    streamer.fails = False
+    streamer.attach()
+    streamer.use(4, direction=1)
+    assert_equal(layers[4], truth[4])
 
 
 def test_host_memory_that_does_not_do_is_refused_and_nothing_is_changed():

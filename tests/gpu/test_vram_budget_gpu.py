@@ -32,19 +32,10 @@ NUM_STEPS = 9
 
 
 class Peaks(Callback):
-    """Record losses, the peak reserved memory, and the memory of the leanest plan in the first step.
+    """Record losses, the peak reserved memory with that of loading, and the memory of the leanest plan."""
 
-    Args:
-        counts_loading: Whether what is reserved before training counts.
-    """
-
-    def __init__(self, *, counts_loading=True):
+    def __init__(self):
         self.losses, self.reserved, self.statuses, self.least_bytes = [], 0, [], None
-        self._counts_loading = counts_loading
-
-    def on_train_start(self, trainer, pl_module):
-        if not self._counts_loading:
-            torch.cuda.reset_peak_memory_stats()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.losses.append(float(outputs["loss"]))
@@ -82,8 +73,7 @@ def fit_here(folder, *, num_steps=NUM_STEPS, runs_out=False, **activations):
     torch.manual_seed(0)
     lora = {"r": 8, "init_lora_weights": False}
     tuner = FineTuner(CONFIG, init="random", dtype="bfloat16", lora=lora, scheduler="constant", learning_rate=1e-4)
-    # A model with streamed weights is built on the device first, before the cap.
-    peaks = Peaks(counts_loading=activations.get("weights") != "stream")
+    peaks = Peaks()
     batch = collate(make_documents((2000, 1500, 500, 96)))
     loader = torch.utils.data.DataLoader([batch] * NUM_STEPS, batch_size=None, collate_fn=lambda batch: batch)
     strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", host_budget=2, **activations))

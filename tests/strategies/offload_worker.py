@@ -34,6 +34,7 @@ POLICIES = {
     "auto": ("auto", {"vram_budget": LARGE_BUDGET}),
     "auto, held in part": ("auto", {"vram_budget": 1.6e-3, "host_budget": 0}),
     "auto without a budget": ("auto", {}),
+    "streamed": ("recompute", {"weights": "stream", "host_budget": LARGE_BUDGET}),
 }
 CASES = {
     "ddp": [
@@ -43,6 +44,7 @@ CASES = {
         ("full", "offload"),
         ("nf4", "auto"),
         ("lora", "auto without a budget"),
+        ("nf4", "streamed"),
     ],
     "fsdp": [
         ("full", "offload"),
@@ -121,6 +123,12 @@ def train(kind, policy, strategy_name, *, rank=0, is_grown=False, folder=None):
     trainer.fit(module, DataLoader(batches_of(rank, world_size=world_size, is_grown=is_grown), batch_size=None))
     assert trainer.global_step == NUM_WINDOWS
     assert strategy.checkpointing.stacks == []
+    if policy == "streamed":
+        # Outside of fit, Lightning broadcasts what it would not find in DDP.
+        (found,) = trainer.validate(
+            module, DataLoader(batches_of(rank, world_size=world_size, is_grown=False), batch_size=None), verbose=False
+        )
+        assert 0 < found["val_loss"] < 10
     return {"state": trained_state(module), "plans": watch.plans, "asked": watch.num_asked, "on host": watch.on_host}
 
 

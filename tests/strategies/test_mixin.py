@@ -3,10 +3,13 @@ interpreter ends, and a checkpoint is read without a module.
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint import ranks
 from lightning_fastft.checkpoint.files import find_damage
 from lightning_fastft.checkpoint.stops import RunStopped
@@ -15,6 +18,7 @@ from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.packed_steps import environment_of
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.model.construction import find_home
 from tests.checkpoint.test_folder_writer import gate  # noqa: F401
 from tests.strategies.test_model_after_run import RaiseAt
 from tests.support.token_weighting_worker import CONFIG
@@ -42,6 +46,19 @@ def test_random_weights_and_adapters_come_from_the_seed_of_rank_zero(tmp_path):
     truth = weights_from_seed(tmp_path, 7, FastFTStrategy())
     found = weights_from_seed(tmp_path, 8, on_another_rank(FastFTStrategy(), {8: 7}))
     assert all(torch.equal(found[name], value) for name, value in truth.items())
+
+
+@pytest.mark.parametrize(("weights", "place"), [("stream", "cpu"), ("auto", "meta"), ("resident", "meta")])
+def test_a_model_is_built_on_the_host_if_its_weights_are_streamed(weights, place):
+    strategy = FastFTStrategy(activations=OffloadCheckpointing(weights=weights))
+    strategy.parallel_devices = [torch.device("meta")]
+    with strategy.tensor_init_context():
+        assert torch.empty(1).device.type == place
+    trainer = SimpleNamespace(strategy=strategy)
+    assert find_home(trainer, device=strategy.root_device, lora=LoraConfig()).type == place
+    # Adapters that are computed from the base need it on the device.
+    assert find_home(trainer, device=strategy.root_device, lora=LoraConfig(use_dora=True)).type == "meta"
+    assert find_home(None, device=torch.device("meta"), lora=None).type == "meta"
 
 
 STRATEGIES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ def initialise(
     dtype: torch.dtype,
     quantization_config: Any,
     seed: int,
+    home: torch.device,
 ) -> PreTrainedModel:
-    """Return a model with random weights on the device, built and quantised block by block."""
+    """Return a model with random weights: each block is built and quantised on the device, then moved to its home."""
     with torch.device("meta"):
         model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
     quantizer = None
@@ -37,25 +39,17 @@ def initialise(
         with default_dtype(dtype):
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device})
     tied = set(model.all_tied_weights_keys)
-    is_quantised = quantizer is not None
+    finish = functools.partial(_finish, is_quantised=quantizer is not None, home=home)
     with seeded(seed, device=device), torch.no_grad():
-        _materialise(
-            model,
-            name="",
-            owner=model,
-            tied=tied,
-            device=device,
-            finish=_quantise if is_quantised else None,
-            is_block=True,
-        )
+        _materialise(model, name="", owner=model, tied=tied, device=device, finish=finish, is_inside=False)
+        finish(model)
     model.tie_weights()
+    _move(model, home)
     if quantizer is not None:
         model = quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
     left = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.device.type != device.type
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type != home.type
     ]
     if left:
         raise UnsupportedModelError(
@@ -71,20 +65,31 @@ def _materialise(
     owner: Any,
     tied: set[str],
     device: torch.device,
-    finish: Callable[[nn.Module], None] | None,
-    is_block: bool,
+    finish: Callable[[nn.Module], None],
+    is_inside: bool,
 ) -> None:
-    """Give a module and its descendants real, initialised tensors, children first, and finish each complete block."""
+    """Give a module and its descendants real, initialised tensors, children first, and finish each complete block, and
+    each leaf that is not inside of one.
+    """
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
         owner = module
     prefix = f"{name}." if name else ""
+    is_list = isinstance(module, nn.ModuleList)
     for child_name, child in module.named_children():
-        is_layer = isinstance(module, nn.ModuleList)
         _materialise(
-            child, name=prefix + child_name, owner=owner, tied=tied, device=device, finish=finish, is_block=is_layer
+            child,
+            name=prefix + child_name,
+            owner=owner,
+            tied=tied,
+            device=device,
+            finish=finish,
+            is_inside=is_inside or is_list,
         )
+        is_leaf = next(child.children(), None) is None
+        if is_list or (is_leaf and not is_inside):
+            finish(child)
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.device.type == "meta" and prefix + key not in tied:
             real = nn.Parameter(
@@ -98,8 +103,18 @@ def _materialise(
         if buffer is not None and buffer.device.type == "meta":
             module._buffers[key] = torch.empty_like(buffer, device=device)
     owner._init_weights(module)
-    if is_block and finish is not None:
-        finish(module)
+
+
+def _finish(block: nn.Module, *, is_quantised: bool, home: torch.device) -> None:
+    """Quantise the weights of a finished block if asked, and move it to its home."""
+    if is_quantised:
+        _quantise(block)
+    _move(block, home)
+
+
+def _move(module: nn.Module, home: torch.device) -> None:
+    """Move the tensors of a module that have values."""
+    module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == home else tensor.to(home))
 
 
 def _quantise(block: nn.Module) -> None:

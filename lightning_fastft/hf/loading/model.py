@@ -27,16 +27,19 @@ def build_model(
     dtype: torch.dtype,
     quantization: Literal["nf4"] | None = None,
     seed: int = 0,
+    home: torch.device | None = None,
 ) -> PreTrainedModel:
     """Return the model on its device: read from safetensors and verified, or initialised from its configuration.
 
     Args:
         source: Where the model comes from.
-        device: Device of every tensor; no tensor passes through the memory of another device.
+        device: Device that quantises, and draws random weights; and that of every tensor without another home.
         dtype: Dtype of all floating tensors that are not quantised.
         quantization: "nf4" holds every linear layer but the head, and every stack of experts, in NF4 with doubly
             quantised scales; None for no quantisation.
         seed: Seed of a random initialisation, the same on every rank; the global generators do not change.
+        home: Device of every tensor of the finished model, such as the host for weights that will be streamed. The
+            values are those of a model on the device, bit by bit.
 
     Returns:
         A transformers causal language model in training mode.
@@ -49,7 +52,9 @@ def build_model(
 
     Cost:
         One read of the weights, one reduction over them on the device and one host sync (two if they are quantised).
-        A random model is built block by block: peak memory is the finished model plus one block.
+        A random model is built block by block: peak memory is the finished model plus one block. With another home the
+        device holds one tensor at a time, of a random model one block; the home holds the finished model and the
+        tensor that is read.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314, through bitsandbytes.
@@ -61,13 +66,20 @@ def build_model(
     with torch.device("cpu"), default_dtype(torch.float32):
         if source.init == "random":
             model = initialise(
-                source.config, device=device, dtype=dtype, quantization_config=quantization_config, seed=seed
+                source.config,
+                device=device,
+                dtype=dtype,
+                quantization_config=quantization_config,
+                seed=seed,
+                home=home or device,
             )
         else:
             _refuse_adapters(source)
             held = getattr(source.config, "quantization_config", None)
             check_headers(weight_files(source), name=source.name, is_quantised=held is not None)
-            model = _read(source, device=device, dtype=dtype, quantization_config=quantization_config)
+            model = _read(
+                source, device=device, dtype=dtype, quantization_config=quantization_config, home=home or device
+            )
     if quantization is not None:
         _check_nf4_layers(model, name=source.name)
         # Quantise the experts that are still dense, and create one dense buffer for all.
@@ -91,12 +103,14 @@ def _refuse_adapters(source: ModelSource) -> None:
 
 
 def _read(
-    source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any
+    source: ModelSource, *, device: torch.device, dtype: torch.dtype, quantization_config: Any, home: torch.device
 ) -> PreTrainedModel:
     """Read a checkpoint and verify that every weight of the model came from it."""
     from lightning_fastft.hf.expert_nf4_reading import quantise_experts_too
 
-    options = {} if quantization_config is None else {"quantization_config": quantise_experts_too(quantization_config)}
+    options = {}
+    if quantization_config is not None:
+        options["quantization_config"] = quantise_experts_too(quantization_config, device=device)
     is_mxfp4 = _holds_mxfp4(source.config)
     if is_mxfp4:
         if quantization_config is not None:
@@ -112,7 +126,7 @@ def _read(
         source.model,
         revision=source.revision or "main",
         dtype=dtype,
-        device_map={"": device},
+        device_map={"": home},
         use_safetensors=True,
         # Mismatches are reported by name below, with the other faults.
         ignore_mismatched_sizes=True,

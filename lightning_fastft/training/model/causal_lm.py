@@ -240,6 +240,7 @@ class CausalLMModule(LightningModule):
             model, filler = open_source(
                 self.source,
                 device=device,
+                trainer=self._trainer,
                 dtype=dtype,
                 quantization=self.quantization,
                 seed=self._seed,
@@ -360,7 +361,8 @@ class CausalLMModule(LightningModule):
                 "A second model is not sharded: under strategy='fastft_fsdp' each device would hold all of it. Use "
                 "adapters, whose base is the reference, or values that are stored before the training."
             )
-        self.frozen_model = open_frozen_model(source, device=self._find_device(), dtype=self._compute_dtype)
+        device = self._find_device()
+        self.frozen_model = open_frozen_model(source, device=device, dtype=self._compute_dtype, trainer=self._trainer)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the trained model; a frozen one stays in evaluation mode."""
@@ -396,5 +398,6 @@ class CausalLMModule(LightningModule):
                 "generate needs a model and a tokenizer; "
                 f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
             )
-        options["max_new_tokens"] = max_new_tokens
-        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)
+        return generate_texts(
+            self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
+        )

@@ -23,6 +23,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.phases import phase
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
+from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -150,6 +151,18 @@ def place_adapters(strategy: Strategy | None) -> AdapterPlacement:
     return strategy.adapters if isinstance(strategy, FastFTFSDPStrategy) else "shard"
 
 
+def find_home(trainer: Trainer | None, *, device: torch.device, lora: LoraConfig | None) -> torch.device:
+    """Return where the tensors of a model that is not sharded are when it is built: on the host if the strategy streams
+    them from there, else on the device, as for adapters that are computed from the base.
+    """
+    strategy = None if trainer is None else trainer.strategy
+    if not isinstance(strategy, FastFTStrategyMixin) or not strategy.checkpointing.streams_from_host:
+        return device
+    from lightning_fastft.hf.sharding.fillers import reads_base
+
+    return device if lora is not None and reads_base(lora) else strategy.weights_device
+
+
 def open_source(
     source: ModelSource,
     *,
@@ -158,6 +171,7 @@ def open_source(
     quantization: Literal["nf4"] | None,
     seed: int,
     lora: LoraConfig | None,
+    trainer: Trainer | None,
     is_sharded: bool,
 ) -> tuple[PreTrainedModel, Filler | None]:
     """Return a finished model; or a model that is filled while it is sharded, with what fills it."""
@@ -165,7 +179,9 @@ def open_source(
         if not is_sharded:
             from lightning_fastft.hf.loading.model import build_model
 
-            return build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed), None
+            home = find_home(trainer, device=device, lora=lora)
+            model = build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed, home=home)
+            return model, None
         from lightning_fastft.hf.sharding.fillers import open_model, reads_base
 
         is_read_early = lora is not None and reads_base(lora)
@@ -174,7 +190,9 @@ def open_source(
         )
 
 
-def open_frozen_model(source: str | nn.Module, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def open_frozen_model(
+    source: str | nn.Module, *, device: torch.device, dtype: torch.dtype, trainer: Trainer | None
+) -> nn.Module:
     """Return a second model in evaluation mode, without gradients: read from a folder or the hub, or as it is."""
     model: nn.Module
     if isinstance(source, nn.Module):
@@ -184,7 +202,8 @@ def open_frozen_model(source: str | nn.Module, *, device: torch.device, dtype: t
         from lightning_fastft.hf.loading.source import ModelSource
 
         with phase("loading the second model"):
-            model = build_model(ModelSource(source, init="pretrained"), device=device, dtype=dtype)
+            home = find_home(trainer, device=device, lora=None)
+            model = build_model(ModelSource(source, init="pretrained"), device=device, dtype=dtype, home=home)
     return model.requires_grad_(False).eval()
 
 

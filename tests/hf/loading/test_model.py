@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
 from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.source import ModelSource
+from tests.support.pretend_device import PretendDevice
 from tests.support.sizes import tiny_qwen3
 from tests.support.tiny_models import TINY, build_tiny
 
@@ -137,6 +138,36 @@ def test_pretrained_weights_are_the_ones_in_the_files(folder):
     half = build_model(ModelSource(str(folder)), device=CPU, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "saved"),
+    [
+        ("qwen3", "nf4", "bfloat16"),
+        ("qwen3", None, "bfloat16"),
+        ("qwen3", None, "nf4"),
+        ("qwen3_moe", "nf4", "bfloat16"),
+    ],
+)
+def test_a_model_with_another_home_passes_its_device_tensor_by_tensor(family, quantization, saved, tmp_path):
+    tiny = build_tiny(family, hidden_size=64, num_hidden_layers=4).bfloat16()
+    tiny.save_pretrained(tmp_path)
+    if saved == "nf4":
+        source = ModelSource(str(tmp_path))
+        build_model(source, device=CPU, dtype=torch.bfloat16, quantization="nf4").save_pretrained(tmp_path)
+    source, options = ModelSource(str(tmp_path)), {"dtype": torch.bfloat16, "quantization": quantization}
+    expected = build_model(source, device=CPU, **options)
+    with PretendDevice() as pretended:
+        found = build_model(source, device=pretended.device, home=CPU, **options)
+    assert {name: type(value) for name, value in found.named_parameters()} == {
+        name: type(value) for name, value in expected.named_parameters()
+    }
+    state = found.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    assert all(torch.equal(state[key], value) for key, value in expected.state_dict().items())
+    assert {tensor.device for tensor in state.values()} == {CPU}
+    largest = max(parameter.numel() for layer in tiny.model.layers for parameter in layer.parameters())
+    assert pretended.peak_bytes == (2 * largest if quantization else 0)
 
 
 FAULTS = {
