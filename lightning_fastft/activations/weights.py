@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -20,6 +20,12 @@ DEFAULT_NUM_SLOTS = 3
 
 # An instance attribute of modules whose tensors are in slots: outside of their layer's pass these hold other layers.
 STREAMED_ATTRIBUTE = "fastft_streamed"
+
+
+COPY_MESSAGE = (
+    "A model whose frozen weights are streamed cannot be copied: its parameters do not hold their values. Copy "
+    "model.state_dict(), which has all of them, or use OffloadCheckpointing(weights='resident')."
+)
 
 
 class _Piece(NamedTuple):
@@ -104,6 +110,10 @@ class WeightStreamer:
         self._arrived: list[Mark] = []
         self._left: list[Mark] = []
         self._current: int | None = None
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to copy a model whose weights are streamed."""
+        raise SwapError(COPY_MESSAGE)
 
     @property
     def num_host_bytes(self) -> int:

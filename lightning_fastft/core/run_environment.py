@@ -32,6 +32,7 @@ class RunEnvironment(NamedTuple):
         longest_pack: Tokens of the longest pack to come; 0 where it is unknown.
         missing_bytes: Returns the bytes of device memory that will be allocated later and then stay, such as the
             optimizer state before the first step.
+        averaging: Name of a callback that reads and writes every weight of the model; "" for none.
 
     Example:
         >>> RunEnvironment(num_local_ranks=2).agree("plan")
@@ -44,3 +45,4 @@ class RunEnvironment(NamedTuple):
     num_local_ranks: int = 1
     longest_pack: int = 0
     missing_bytes: Callable[[], int] = no_bytes
+    averaging: str = ""

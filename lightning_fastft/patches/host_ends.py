@@ -9,14 +9,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_fastft.activations.streams import CopyStreams, Mark
-from lightning_fastft.core.errors import HostMemoryError, UnsupportedModelError
+from lightning_fastft.activations.weights import COPY_MESSAGE
+from lightning_fastft.core.errors import HostMemoryError, SwapError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.host_gather.op import host_gather
@@ -184,6 +185,10 @@ class _HostMatrix:
                 f"{bytes_of_matrix.numel()}{'' if bytes_of_matrix.is_pinned() else ', pageable'}."
             )
         self.weight_VD = bytes_of_matrix.view(parameter.dtype).view(parameter.shape)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to copy a model whose weights are streamed."""
+        raise SwapError(COPY_MESSAGE)
 
     def take(self) -> None:
         """Copy the weight to the host and replace it by a single expanded NaN."""

@@ -158,9 +158,15 @@ def _attach(
     name: str,
 ) -> Status:
     """Apply the activation policy to the layers of one model inside root, whose status has this name."""
+    averaging = "" if environment is None else environment.averaging
+    if averaging and checkpointing.options.weights == "stream":
+        raise OptionError(
+            f"{averaging} reads and writes every weight of the model, and weights='stream' keeps frozen ones on the "
+            f"host. Remove {averaging}, or use OffloadCheckpointing(weights='resident')."
+        )
     weights = FrozenWeights(
         layers,
-        move=functools.partial(_stream_weights, root, model, patcher),
+        move=None if averaging else functools.partial(_stream_weights, root, model, patcher),
         resident_ends=functools.partial(movable_bytes, model, root),
     )
     stacks = _stacks(model, layers)

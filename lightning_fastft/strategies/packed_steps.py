@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
@@ -21,6 +22,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.attention.op import BACKENDS
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE
+from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
     from lightning_fastft.core.patcher import ModelPatcher
 
+
+# Callbacks of Lightning that copy the module, and read and write its weights during and after the training.
+AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 # Checks that attention read the packed batches of a step; see PackedSteps.begin.
 CheckRead = Callable[..., None]
@@ -198,6 +203,7 @@ def environment_of(trainer: Trainer) -> RunEnvironment:
         num_local_ranks=trainer.num_devices,
         longest_pack=-(-longest_pack // num_parts) if isinstance(longest_pack, int) else 0,
         missing_bytes=lambda: missing_optimizer_bytes(trainer.optimizers),
+        averaging=next((type(each).__name__ for each in callbacks_of(trainer) if isinstance(each, AVERAGING)), ""),
     )
 
 

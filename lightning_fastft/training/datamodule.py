@@ -274,7 +274,7 @@ class PackedDataModule(SplitDataModule):
         """Open the streamed training data."""
         accumulate = find_accumulation(self._run)
         has_validation = "val" in self._subsets
-        check_stream_run(self.trainer, val_share=self.val_share, accumulate=accumulate, has_validation=has_validation)
+        check_stream_run(self.trainer, val_share=self.val_share, has_validation=has_validation)
         needs = find_needs(self._module)
         if needs is not None and needs.formats:
             raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Remove streaming.")

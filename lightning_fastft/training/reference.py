@@ -96,6 +96,8 @@ class ReferenceTuner(Tuner):
             begins = f"The adapters of {folder} have an effect"
         elif self.lora is not None and self.lora.init_lora_weights == "loftq":
             begins = "LoftQ adapters make up for the error of NF4"
+        elif self.lora is not None and not self.lora.init_lora_weights:
+            begins = f"Adapters of init_lora_weights={self.lora.init_lora_weights} have an effect"
         elif self.lora is not None or not change_outputs(self.model):
             return
         if not is_asked:

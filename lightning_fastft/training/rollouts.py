@@ -236,7 +236,8 @@ class RolloutDataModule(LightningDataModule):
         return PackedLoader(self._open_rounds, num_batches=ENDLESS)
 
     def _open_rounds(self) -> Iterator[PackedBatch]:
-        """Begin at the start of an accumulation window, also after a checkpoint that was written inside of one."""
+        """Begin at the start of a window of accumulation, also after a checkpoint or an epoch that ended in one."""
+        self._num_yielded -= self._num_yielded % self._accumulate
         if self.trainer is not None:
             take_back_batches(self.trainer, batch_progress(self.trainer).current.ready % self._accumulate)
         return self._rounds()

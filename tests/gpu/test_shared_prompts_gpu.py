@@ -102,7 +102,8 @@ def test_gradients_of_a_prefix_are_the_same_in_every_run():
 def make_on_gpu(tuner_class, **options):
     torch.manual_seed(0)
     config = {**CONFIG, "hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
-    tuner = tuner_class(config, init="random", dtype="bfloat16", lora=LORA, **options).to("cuda")
+    options |= {"init": "random", "dtype": "bfloat16", "lora": LORA, "reference": "adapters_off"}
+    tuner = tuner_class(config, **options).to("cuda")
     tuner.configure_model()
     tuner.log = lambda *_, **__: None
     return tuner

@@ -115,6 +115,17 @@ def test_logits_and_all_gradients_are_those_of_eager_experts(name, is_training):
     assert len(core.calls) == len(find_experts(model)) > 0
 
 
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_the_router_of_qwen3_moe_weighs_experts_as_published(is_normed):
+    """Other tests run transformers' router on both sides, so they agree on any formula."""
+    gate = build_tiny("qwen3_moe", norm_topk_prob=is_normed).model.layers[0].mlp.gate
+    x_TD = torch.randn(7, gate.weight.shape[1], generator=torch.Generator().manual_seed(3))
+    _, weight_TK, expert_TK = gate(x_TD)
+    top = (x_TD @ gate.weight.T).softmax(dim=-1).topk(weight_TK.shape[1])
+    torch.testing.assert_close(weight_TK, top.values / (top.values.sum(dim=-1, keepdim=True) if is_normed else 1))
+    assert torch.equal(expert_TK, top.indices)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_and_undoing_leaves_the_model_of_transformers(name):
     model, twin = (build_tiny(name, experts="eager").train().double() for _ in range(2))

@@ -87,12 +87,22 @@ def test_loss_and_gradients_equal_transformers_own(name, tie):
     assert_same(expected, ours)
 
 
+def published_logits(model, states):
+    """The logits by the formula of a family. The lazy head follows any formula of transformers, also a changed one."""
+    config, logits = model.config, states @ model.get_output_embeddings().weight.T
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lazy_logits_become_the_models_own_logits(name):
-    model = build(name).eval()
+    model, states = build(name).eval(), []
     batch = make_batch()
     with torch.no_grad():
+        model.get_output_embeddings().register_forward_pre_hook(lambda _, args: states.extend(args))
         expected = model(**batch).logits
+        torch.testing.assert_close(expected, published_logits(model, states[0]))
         install_head(model, ModelPatcher())
         lazy = model(**batch).logits
     assert isinstance(lazy, LazyLogits)

@@ -2,6 +2,7 @@
 everything given back.
 """
 
+import copy
 import functools
 import random
 
@@ -550,7 +551,12 @@ def test_embedding_and_weights_together():
     streamer, patcher = install(model)
     install_host_embedding(model.get_base_model(), patcher, streams=streamer.streams)
     assert_same(plain_steps(model), expected)
+    # Neither the layers nor the embedding hold their values.
+    for part in (model, model.get_base_model().model.layers, model.get_input_embeddings()):
+        with pytest.raises(SwapError, match="state_dict"):
+            copy.deepcopy(part)
     patcher.undo()
+    copy.deepcopy(model)
     assert_same(plain_steps(model), expected)
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
@@ -378,6 +378,25 @@ def test_first_steps_that_do_not_fit_are_measured_with_streamed_weights(tmp_path
     # Streamed first, then measured from the start and planned.
     streamed = next(number for number, text in enumerate(reports) if "do not fit with all weights" in text)
     assert any("streams over time" in text for text in reports[streamed:])
+
+
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=1e-2)])
+def test_averages_of_streamed_weights_are_refused_before_the_first_step(tmp_path, callback):
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("recompute", weights="stream"))
+    module = PlainModule(model_with_frozen_layers())
+    with pytest.raises(OptionError, match=type(callback).__name__ + r".*weights='resident'"):
+        quiet_trainer(tmp_path, strategy=strategy, callbacks=[callback]).fit(module, packed_loader())
+
+
+def test_weights_of_an_average_stay_where_they_are(tmp_path):
+    strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
+    module = RunsOutOfMemory(model_with_frozen_layers(), where="forward", fails_at=0)
+    trainer = quiet_trainer(tmp_path, strategy=strategy, max_steps=4, callbacks=[EMAWeightAveraging()])
+    found = []
+    trainer.callbacks.append(LambdaCallback(on_train_end=lambda *_: found.extend(strategy.statuses())))
+    with pytest.warns(UserWarning, match="repeated with less"):
+        trainer.fit(module, packed_loader(8))
+    assert not any(status.name == "frozen weights" for status in found)
 
 
 def test_a_first_backward_that_runs_out_of_memory_streams_the_weights_then_says_to_compute_in_tiles(tmp_path):

@@ -39,16 +39,16 @@ MIXTURE = {
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 KINDS = {
-    "dpo": (PreferenceTuner, {"lora": LORA}),
+    "dpo": (PreferenceTuner, {"lora": LORA, "reference": "adapters_off"}),
     "orpo": (PreferenceTuner, {"loss": "orpo"}),
     "reward": (RewardTuner, {"lora": LORA}),
-    "grpo": (PolicyTuner, {"lora": LORA, "kl_weight": 0.1}),
+    "grpo": (PolicyTuner, {"lora": LORA, "kl_weight": 0.1, "reference": "adapters_off"}),
     "dapo": (PolicyTuner, {"loss": "dapo", "advantage": "centred"}),
     "distillation": (DistillationTuner, {"lora": LORA}),
 }
 # Its loss reads an estimate over the packs of a micro-batch, so other packs are another loss.
 KTO = "kto"
-KINDS_WITH_KTO = {**KINDS, KTO: (PreferenceTuner, {"loss": "kto", "lora": LORA, "beta": 0.5})}
+KINDS_WITH_KTO = {**KINDS, KTO: (PreferenceTuner, {**KINDS["dpo"][1], "loss": "kto", "beta": 0.5})}
 ACCUMULATIONS = (1, 4)
 
 

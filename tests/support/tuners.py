@@ -7,6 +7,7 @@ import torch
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.patches.packed import install_packed_training
+from lightning_fastft.training.reference import ADAPTERS_OFF, ReferenceTuner
 from tests.support.packs import make_groups, separate
 from tests.support.sizes import tiny_qwen3
 from tests.support.tiny_models import VOCABULARY
@@ -17,8 +18,10 @@ PAIRS = ((6, 3, 9), (1, 4, 2), (11, 1, 5), (3, 2, 2))
 
 
 def make_tuner(tuner_class, *, model=None, lora=LORA, **options):
-    """A built tuner in float32 whose logs go nowhere."""
+    """A built tuner in float32 whose logs go nowhere; the base is its reference unless options name another."""
     torch.manual_seed(0)
+    if lora is not None and issubclass(tuner_class, ReferenceTuner):
+        options.setdefault("reference", ADAPTERS_OFF)
     source = {"init": "random", "dtype": "float32"} if model is None else {}
     tuner = tuner_class(CONFIG if model is None else model, lora=lora, **source, **options)
     tuner.configure_model()

@@ -133,7 +133,7 @@ def test_rewards_of_labelled_completions_are_means_over_those_of_a_label(tmp_pat
         document._replace(scores=(label, 0.0))
         for document, label in zip(pairs(((5, 3, 4), (2, 4, 3), (6, 5, 2), (3, 3, 3))), (1.0, 0.0, 0.0, 0.0))
     ]
-    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto")
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto", reference="adapters_off")
     found = []
     for parts in ([documents], [documents[:1], documents[1:]]):
         loader = DataLoader([collate(part) for part in parts], batch_size=None)
@@ -213,7 +213,8 @@ def test_frozen_adapters_are_part_of_the_reference(tmp_path):
 def test_adapters_that_begin_with_an_effect_need_a_reference_by_name(tmp_path):
     model = make_tuner(PreferenceTuner).model
     model.save_pretrained(str(tmp_path))
-    for source, options in ((CONFIG, {"init": "random", "adapter": str(tmp_path)}), (model, {})):
+    random_b = {"init": "random", "lora": {"r": 2, "init_lora_weights": False}}
+    for source, options in ((CONFIG, {"init": "random", "adapter": str(tmp_path)}), (model, {}), (CONFIG, random_b)):
         with pytest.raises(OptionError, match="effect from the start"):
             PreferenceTuner(source, **options)
         assert PreferenceTuner(source, loss="simpo", **options).needs_reference is False
@@ -236,7 +237,7 @@ def test_predictions_of_labelled_rows_are_of_no_other_completions(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1")
     rows = [{"prompt": f"w{row} w2", "completion": f" w{row} w3", "label": row % 2 == 0} for row in range(5, 9)]
     data = quiet_data(None, predict_paths=rows, tokenizer=tokenizer, max_tokens=32)
-    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto")
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto", reference="adapters_off")
     found = quiet_trainer(tmp_path, strategy=FastFTStrategy()).predict(tuner, datamodule=data)
     assert torch.cat(found).shape == (len(rows),)
 

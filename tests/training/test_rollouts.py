@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -275,6 +276,9 @@ def test_what_cannot_be_is_refused(tmp_path, options, error, message):
         ({"max_epochs": 1}, r"never ends the run.*--trainer\.max_steps"),
         ({"max_epochs": -1}, r"never ends the run.*--trainer\.max_steps"),
         ({"max_steps": 2, "limit_train_batches": 0.5}, r"limit_train_batches=0\.5 is a share"),
+        ({"max_epochs": 1, "limit_train_batches": 3, "accumulate_grad_batches": 2}, "cuts an accumulation window"),
+        ({"fast_dev_run": 1, "accumulate_grad_batches": 2}, "fast_dev_run=1 cuts"),
+        ({"max_steps": 2, "callbacks": [GradientAccumulationScheduler({1: 2})]}, "changes accumulate_grad_batches"),
     ],
 )
 def test_a_run_without_an_end_or_of_a_share_is_refused_before_it_samples(tmp_path, options, said):
@@ -289,6 +293,27 @@ def test_a_run_without_an_end_or_of_a_share_is_refused_before_it_samples(tmp_pat
 def test_a_run_ends_by_time_or_by_limited_epochs(tmp_path, options):
     trainer = train(tmp_path, *make_parts(), max_steps=-1, **options)
     assert trainer.global_step == 6 if "max_epochs" in options else trainer.global_step > 0
+
+
+def test_an_epoch_that_a_hook_ends_inside_a_window_is_followed_by_whole_windows(tmp_path):
+    def sampler(tuner, prompts, *, num_completions, **_):
+        return [[Sampled([2] * (1 + (place + number) % 3)) for number in range(num_completions)] for place in
+                range(len(prompts))]  # fmt: skip
+
+    tuner, data = make_parts(sampler=sampler, max_tokens=48, max_new_tokens=3, tuner_options={"loss": "dapo"})
+    own_step, seen = tuner.training_step, []
+
+    def step(batch, batch_idx):
+        seen.append((batch.context.num_items, batch.context.num_labelled))
+        return own_step(batch, batch_idx)
+
+    tuner.training_step = step
+    tuner.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
+    train(tmp_path, tuner, data, max_steps=3, accumulate_grad_batches=2)
+    assert all(
+        items == other_items == (count + other_count) / 2
+        for (items, count), (other_items, other_count) in zip(seen[::2], seen[1::2])
+    )
 
 
 def test_a_row_without_a_prompt_is_named(tmp_path):

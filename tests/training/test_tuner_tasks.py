@@ -440,8 +440,9 @@ def test_validated_rollouts_count_by_what_each_mean_is_over(tmp_path, loss):
     for max_tokens in (64, 16):
         torch.manual_seed(0)
         tuner = make(
-            PolicyTuner, loss=loss, advantage="given", kl_weight=0.1, lora={**LORA, "init_lora_weights": False}
-        )
+            PolicyTuner, loss=loss, advantage="given", kl_weight=0.1, lora={**LORA, "init_lora_weights": False},
+            reference="adapters_off",
+        )  # fmt: skip
         data = make_data(rows, val_paths=rows, max_tokens=max_tokens)
         found.append(quiet_trainer(tmp_path, strategy=FastFTStrategy()).validate(tuner, data, verbose=False)[0])
     assert found[0].keys() == found[1].keys()

@@ -39,7 +39,7 @@ from lightning_fastft.packing.windows import (
 )
 from lightning_fastft.training.data.position import check_ranks_agree, compare_plans
 from lightning_fastft.training.data.rollouts import from_plain, to_plain
-from lightning_fastft.training.data.trainer_facts import check_shares, ends_by_count, repeats_first_epoch
+from lightning_fastft.training.data.trainer_facts import check_limits, ends_by_count, repeats_first_epoch
 
 # Increased whenever the same rows give different packs.
 STREAM_VERSION = 1
@@ -164,11 +164,11 @@ class TrainingStream:
     def align(self, trainer: Trainer, position: int) -> int:
         """Return the position without the micro-batches of an unfinished accumulation window.
 
-        Checkpoints hold no partial gradients, so these micro-batches are trained again.
+        Checkpoints hold no partial gradients, and an epoch that a hook ended leaves none, so these micro-batches are
+        trained again.
         """
-        num_replayed = batch_progress(trainer).current.ready % self._accumulate
-        take_back_batches(trainer, num_replayed)
-        return position - num_replayed
+        take_back_batches(trainer, batch_progress(trainer).current.ready % self._accumulate)
+        return position - position % self._accumulate
 
     def batches(self, position: int) -> Iterator[PackedBatch]:
         """Yield micro-batches from a position on, without end.
@@ -278,7 +278,7 @@ class TrainingStream:
             ) from error
 
 
-def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: int, has_validation: bool) -> None:
+def check_stream_run(trainer: Trainer | None, *, val_share: float, has_validation: bool) -> None:
     """Check that a run can train on a stream; warn of validation data that it would never read.
 
     Raises:
@@ -291,15 +291,10 @@ def check_stream_run(trainer: Trainer | None, *, val_share: float, accumulate: i
     limit = trainer.limit_train_batches
     if repeats_first_epoch(trainer):
         raise OptionError("overfit_batches repeats the batches of an epoch, which a stream does not have. Remove it.")
-    check_shares(trainer)
+    check_limits(trainer)
     if not ends_by_count(trainer):
         raise OptionError(
             "The length of an epoch of a stream is unknown. Say when the run ends: --trainer.max_steps N."
-        )
-    if isinstance(limit, int) and limit % accumulate:
-        raise OptionError(
-            f"limit_train_batches={limit} cuts an accumulation window of the stream: give a multiple of "
-            f"accumulate_grad_batches={accumulate}."
         )
     interval = trainer.val_check_interval
     if has_validation and isinstance(interval, float) and interval == 1.0 and not isinstance(limit, int):

@@ -86,17 +86,25 @@ def ends_by_count(trainer: Trainer) -> bool:
     return trainer.max_steps >= 0 or (has_epochs and isinstance(trainer.limit_train_batches, int))
 
 
-def check_shares(trainer: Trainer) -> None:
-    """Check that no option is a share of an epoch, for data whose epochs have no end.
+def check_limits(trainer: Trainer) -> None:
+    """Check the limits of a run on data whose epochs have no end: none is a share, and they end with a window.
 
     Raises:
-        OptionError: limit_train_batches is a share, or val_check_interval is one and epochs have no limit.
+        OptionError: limit_train_batches is a share or no multiple of accumulate_grad_batches, a callback changes that
+            number, or val_check_interval is a share and epochs have no limit.
     """
-    limit, interval = trainer.limit_train_batches, trainer.val_check_interval
+    limit, interval, accumulate = trainer.limit_train_batches, trainer.val_check_interval, find_accumulation(trainer)
     if isinstance(limit, float) and 0.0 < limit < 1.0:
         raise OptionError(
             f"limit_train_batches={limit} is a share of an epoch, and an epoch of this data has no end. Give a number "
             "of micro-batches, or end the run by steps alone: --trainer.max_steps N."
+        )
+    if isinstance(limit, int) and limit % accumulate:
+        # Trainer(fast_dev_run=N) sets limit_train_batches.
+        given = "fast_dev_run" if getattr(trainer, "fast_dev_run", False) else "limit_train_batches"
+        raise OptionError(
+            f"{given}={limit} cuts an accumulation window, whose loss is a mean over all its micro-batches: give a "
+            f"multiple of accumulate_grad_batches={accumulate}."
         )
     if isinstance(interval, float) and interval < 1.0 and not isinstance(limit, int):
         raise OptionError(
@@ -113,7 +121,7 @@ def check_rollout_run(trainer: Trainer | None) -> None:
     """
     if trainer is None:
         return
-    check_shares(trainer)
+    check_limits(trainer)
     timers = (callback for callback in getattr(trainer, "callbacks", ()) if isinstance(callback, Timer))
     if ends_by_count(trainer) or any(timer.time_remaining() is not None for timer in timers):
         return

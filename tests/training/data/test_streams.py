@@ -62,6 +62,17 @@ def test_a_resumed_run_equals_one_without_a_stop(tmp_path, make, save_at, option
     assert torch.equal(whole.weight, resumed.weight)
 
 
+def test_an_epoch_that_a_hook_ends_inside_a_window_is_followed_by_whole_windows(tmp_path):
+    class Short(TinyModel):
+        def on_train_batch_start(self, batch, number):
+            return -1 if number == 2 else None
+
+    model = Short()
+    trainer = make_trainer(tmp_path, max_epochs=None, max_steps=3, accumulate_grad_batches=2)
+    trainer.fit(model, make_data(rows=make_stream()))
+    assert [index for index, _ in model.seen] == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_pass_has_every_row_once_in_full_packs_and_the_next_is_read_in_another_order():
     data = make_data(rows=make_stream(), num_workers=1)
     data.setup("fit")
