@@ -6,10 +6,26 @@ Imported before Lightning, in the processes of pytest and in those that ranks ar
 import functools
 import importlib.metadata
 
+import jinja2
 import torch
 
 # Each Trainer looks for callbacks in the metadata of all packages: five sixths of the time of making one.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+
+# Each report of a run compiles the template of its page: 0.2 s. What it becomes depends on the options and filters too.
+_compile_template, _templates = jinja2.Environment.compile, {}
+
+
+def _compile_template_once(environment, source, *args, **options):
+    taken = (vars(environment)[name] for name in ("autoescape", "trim_blocks", "lstrip_blocks", "undefined"))
+    functions = (frozenset(found.items()) for found in (environment.filters, environment.tests))
+    key = type(environment), source, args, *options.items(), *taken, *functions, *environment.extensions
+    if key not in _templates:
+        _templates[key] = _compile_template(environment, source, *args, **options)
+    return _templates[key]
+
+
+jinja2.Environment.compile = _compile_template_once
 
 if not torch.cuda.is_available():
     # torch.manual_seed seeds devices that are not there later, and for that keeps the stack of its caller three times:
