@@ -3,8 +3,10 @@
 Imported before Lightning, in the processes of pytest and in those that ranks are forked from.
 """
 
+import contextlib
 import functools
 import importlib.metadata
+from unittest import mock
 
 import jinja2
 import torch
@@ -28,6 +30,11 @@ def _compile_template_once(environment, source, *args, **options):
 jinja2.Environment.compile = _compile_template_once
 
 if not torch.cuda.is_available():
+    # bitsandbytes prepares functions of LLM.int8(), which nothing here calls, for a compiler that takes 1 to 2 s to import.
+    # A build of torch without a compiler raises too.
+    with mock.patch("torch.compile", side_effect=RuntimeError), contextlib.suppress(ImportError):
+        import bitsandbytes  # noqa: F401
+
     # torch.manual_seed seeds devices that are not there later, and for that keeps the stack of its caller three times:
     # 1.3 ms, ten thousand times.
     for devices in (torch.cuda, torch.xpu, torch.mtia):
