@@ -55,10 +55,10 @@ def test_a_model_is_built_on_the_host_if_its_weights_are_streamed(weights, place
     with strategy.tensor_init_context():
         assert torch.empty(1).device.type == place
     trainer = SimpleNamespace(strategy=strategy)
-    assert find_home(trainer, device=strategy.root_device, lora=LoraConfig()).type == place
+    module = SimpleNamespace(_trainer=trainer, trainer=trainer)
+    assert find_home(module, lora=LoraConfig()).type == place
     # Adapters that are computed from the base need it on the device.
-    assert find_home(trainer, device=strategy.root_device, lora=LoraConfig(use_dora=True)).type == "meta"
-    assert find_home(None, device=torch.device("meta"), lora=None).type == "meta"
+    assert find_home(module, lora=LoraConfig(use_dora=True)).type == "meta"
 
 
 STRATEGIES = {

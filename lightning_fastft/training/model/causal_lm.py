@@ -25,6 +25,7 @@ from lightning_fastft.training.model.construction import (
     apply_transforms,
     check_averaging,
     describe_model,
+    find_device,
     find_mesh,
     first_packs,
     keep_equal_tensors,
@@ -190,7 +191,7 @@ class CausalLMModule(LightningModule):
                 module.
             DataError: Weights are missing, left over or not finite.
         """
-        device = self._find_device()
+        device = find_device(self)
         mesh, filler = self._find_mesh(), None
         dtype = resolve_compute_dtype(
             self.dtype_name,
@@ -210,10 +211,6 @@ class CausalLMModule(LightningModule):
             self._shard(mesh, filler=filler)
         self._install_low_precision_adapters(self._find_patcher())
         self.model.train()
-
-    def _find_device(self) -> torch.device:
-        """Return the device of this rank."""
-        return self.device if self._trainer is None else self.trainer.strategy.root_device
 
     def _find_mesh(self) -> DeviceMesh | None:
         """Return the mesh over which the model is sharded, else None; refuse options that do not fit it."""
@@ -240,7 +237,7 @@ class CausalLMModule(LightningModule):
             model, filler = open_source(
                 self.source,
                 device=device,
-                trainer=self._trainer,
+                module=self,
                 dtype=dtype,
                 quantization=self.quantization,
                 seed=self._seed,
@@ -361,8 +358,7 @@ class CausalLMModule(LightningModule):
                 "A second model is not sharded: under strategy='fastft_fsdp' each device would hold all of it. Use "
                 "adapters, whose base is the reference, or values that are stored before the training."
             )
-        device = self._find_device()
-        self.frozen_model = open_frozen_model(source, device=device, dtype=self._compute_dtype, trainer=self._trainer)
+        self.frozen_model = open_frozen_model(source, module=self, dtype=self._compute_dtype)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the trained model; a frozen one stays in evaluation mode."""
@@ -398,6 +394,5 @@ class CausalLMModule(LightningModule):
                 "generate needs a model and a tokenizer; "
                 f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
             )
-        return generate_texts(
-            self.model, tokenizer=tokenizer, prompts=prompts, max_new_tokens=max_new_tokens, **options
-        )
+        options["max_new_tokens"] = max_new_tokens
+        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)

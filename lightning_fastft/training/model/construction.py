@@ -151,11 +151,16 @@ def place_adapters(strategy: Strategy | None) -> AdapterPlacement:
     return strategy.adapters if isinstance(strategy, FastFTFSDPStrategy) else "shard"
 
 
-def find_home(trainer: Trainer | None, *, device: torch.device, lora: LoraConfig | None) -> torch.device:
+def find_device(module: LightningModule) -> torch.device:
+    """Return the device of this rank."""
+    return module.device if module._trainer is None else module.trainer.strategy.root_device
+
+
+def find_home(module: LightningModule, *, lora: LoraConfig | None) -> torch.device:
     """Return where the tensors of a model that is not sharded are when it is built: on the host if the strategy streams
     them from there, else on the device, as for adapters that are computed from the base.
     """
-    strategy = None if trainer is None else trainer.strategy
+    device, strategy = find_device(module), None if module._trainer is None else module.trainer.strategy
     if not isinstance(strategy, FastFTStrategyMixin) or not strategy.checkpointing.streams_from_host:
         return device
     from lightning_fastft.hf.sharding.fillers import reads_base
@@ -171,7 +176,7 @@ def open_source(
     quantization: Literal["nf4"] | None,
     seed: int,
     lora: LoraConfig | None,
-    trainer: Trainer | None,
+    module: LightningModule,
     is_sharded: bool,
 ) -> tuple[PreTrainedModel, Filler | None]:
     """Return a finished model; or a model that is filled while it is sharded, with what fills it."""
@@ -179,7 +184,7 @@ def open_source(
         if not is_sharded:
             from lightning_fastft.hf.loading.model import build_model
 
-            home = find_home(trainer, device=device, lora=lora)
+            home = find_home(module, lora=lora)
             model = build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed, home=home)
             return model, None
         from lightning_fastft.hf.sharding.fillers import open_model, reads_base
@@ -190,9 +195,7 @@ def open_source(
         )
 
 
-def open_frozen_model(
-    source: str | nn.Module, *, device: torch.device, dtype: torch.dtype, trainer: Trainer | None
-) -> nn.Module:
+def open_frozen_model(source: str | nn.Module, *, module: LightningModule, dtype: torch.dtype) -> nn.Module:
     """Return a second model in evaluation mode, without gradients: read from a folder or the hub, or as it is."""
     model: nn.Module
     if isinstance(source, nn.Module):
@@ -202,7 +205,7 @@ def open_frozen_model(
         from lightning_fastft.hf.loading.source import ModelSource
 
         with phase("loading the second model"):
-            home = find_home(trainer, device=device, lora=None)
+            device, home = find_device(module), find_home(module, lora=None)
             model = build_model(ModelSource(source, init="pretrained"), device=device, dtype=dtype, home=home)
     return model.requires_grad_(False).eval()
 
