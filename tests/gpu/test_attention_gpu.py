@@ -205,9 +205,12 @@ def test_a_step_never_waits_for_the_device(name, recomputes):
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert loss.isfinite()
-    # Multi-head latent attention has values narrower than keys.
-    expected = {"gemma2": "flex", "deepseek_v3": "varlen"}.get(name, "tiled")
-    assert batch.context.reads == {expected: 4 if recomputes else 2}
+    # Heads of other widths than 64, and values narrower than keys, are for torch's kernels.
+    others = {
+        "gemma2": {"flex"}, "deepseek_v3": {"varlen"}, "gemma4": {"tiled", "varlen"}, "gemma4_shared": {"varlen"},
+    }  # fmt: skip
+    assert batch.context.reads.keys() == others.get(name, {"tiled"})
+    assert sum(batch.context.reads.values()) == (4 if recomputes else 2)
     assert all(count == 1 for kind, count in batch.context.num_builds.items() if kind == "varlen")
     assert not batch.context.num_builds["dense_mask"]
 

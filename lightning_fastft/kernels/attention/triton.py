@@ -38,8 +38,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By the width of a head, the fastest of seven to nine on an H200 (packs of 8,192 tokens, documents of 512 on average).
-# In the first two kernels a program has one tile of queries, and keys divide queries; in the third it is the reverse.
+# By the width of a head, the fastest of ten or more on an H200 (packs of 8,192 tokens, documents of 512 on average). In
+# the first two kernels a program has one tile of queries, and keys divide queries; in the third it is the reverse.
 FORWARD_TILES = {64: Tiles(64, 32, 4, 4), 128: Tiles(64, 64, 4, 2)}
 QUERY_GRAD_TILES = {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 64, 4, 2)}
 KEY_GRAD_TILES = {64: Tiles(32, 64, 4, 3), 128: Tiles(32, 64, 4, 3)}
