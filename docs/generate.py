@@ -87,12 +87,11 @@ def write_support() -> str:
             f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |"
         )
     lines += [
-        "\nThe option `attention` chooses one of the kernels in a row: flash varlen, cuDNN, FlexAttention, "
-        "torch's SDPA, or",
-        "plain PyTorch. The table that `fit` logs shows which one ran. `auto` chooses for each layer: on a GPU the "
-        "global",
-        "layers of Gemma 4 (heads of 512 columns) run on SDPA, whose memory-efficient kernel reads document offsets,",
-        "and its other layers on flash varlen.",
+        "\nThe option `attention` chooses one of the kernels in a row: our own (tiled: Hopper, heads of 64 or 128 "
+        "columns),",
+        "flash varlen, cuDNN, FlexAttention, torch's SDPA, or plain PyTorch. The table that `fit` logs shows which one",
+        "ran. `auto` chooses for each layer: on a GPU the global layers of Gemma 4 (heads of 512 columns) run on SDPA,",
+        "whose memory-efficient kernel reads document offsets, and its other layers on flash varlen.",
         "",
         "LoRA and full fine-tuning, offload, packed loss, the guards and the reports work with every family "
         "that is not refused.",

@@ -22,7 +22,7 @@ class Extra(NamedTuple):
 # The requirements are in pyproject.toml; a test compares the names.
 EXTRAS = {
     "qlora": Extra(("bitsandbytes",), "QLoRA: a frozen base in NF4, and 8-bit optimizer states of bitsandbytes"),
-    "hopper": Extra(("cudnn",), "cuDNN attention, faster than flash on documents of 4,096 tokens and more"),
+    "hopper": Extra(("cudnn",), "cuDNN attention, the fastest for documents of 4,096 tokens and more"),
     "hybrid": Extra(("fla",), "packed documents of hybrids (Qwen3.5, Kimi Linear, Mamba-2) on a GPU"),
     "vision": Extra(("PIL", "torchvision"), "images of vision-language models"),
     "wandb": Extra(("wandb",), "Lightning's WandbLogger"),
