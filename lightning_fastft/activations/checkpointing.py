@@ -243,6 +243,10 @@ class OffloadCheckpointing:
         """Whether frozen weights are streamed from the start, so that a model is best built on the host."""
         return self.options.weights == "stream"
 
+    def stream(self, patcher: ModelPatcher) -> None:
+        """Stream frozen weights until the patcher is undone. Call it before the model is built."""
+        patcher.set_attribute(self, "options", self.options._replace(weights="stream"))
+
     def cap(self, device: torch.device, patcher: ModelPatcher) -> None:
         """Keep the memory that this process reserves on a device within ``vram_budget``, until the patcher undoes it.
 

@@ -65,6 +65,8 @@ class WeightStreamer:
         num_slots: Number of device slots, at least 2; with 3 a copy can start one layer earlier.
         allocate_host: Called with the number of bytes of each layer; returns host memory (uint8), pinned for a CUDA
             device. None for pageable memory, on a CPU only.
+        free_host: Called by detach with the memory of each layer whose tensors are back on the host, so that it does
+            not hold all of them twice.
 
     Raises:
         OptionError: A tensor is trained or not a leaf, or two tensors share memory.
@@ -94,11 +96,13 @@ class WeightStreamer:
         streams: CopyStreams,
         num_slots: int = DEFAULT_NUM_SLOTS,
         allocate_host: Callable[[int], torch.Tensor] | None = None,
+        free_host: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         check_int("num_slots", num_slots, low=2)
         _check_tensors(layers)
         self.streams = streams
         self._allocate_host = allocate_host or functools.partial(torch.empty, dtype=torch.uint8)
+        self._free_host = free_host
         self._layers = [_lay_out(tensors) for tensors in layers]
         self._num_slots = min(num_slots, len(self._layers))
         self._is_attached = False
@@ -286,9 +290,14 @@ class WeightStreamer:
 
     def _restore(self, device: torch.device | None) -> None:
         """Give the tensors of the layers on the host their own memory, on a device or where they were."""
-        for layer, bytes_of_layer in zip(self._layers, self._host):
-            for piece in layer.pieces:
+        for index, bytes_of_layer in enumerate(self._host):
+            pieces = self._layers[index].pieces
+            for piece in pieces:
                 piece.tensor.data = piece.view(bytes_of_layer).to(device or piece.device, copy=True)
+            if all(piece.tensor.device.type == "cpu" for piece in pieces):
+                if self._free_host is not None and len(bytes_of_layer):
+                    self._free_host(bytes_of_layer)
+                self._host[index] = bytes_of_layer.new_empty(0)
 
 
 def _lay_out(tensors: Sequence[torch.Tensor]) -> _Layer:

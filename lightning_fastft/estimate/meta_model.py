@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -117,6 +118,25 @@ def quantise_on_meta(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
         layer.support_avx512bf16_for_cpu = False
         model.set_submodule(name, layer)
     quantise_experts(model)
+
+
+def measure_weights(source: ModelSource, *, dtype: torch.dtype, quantization: Literal["nf4"] | None = None) -> int:
+    """Return the memory of the weights of a model that is not loaded, in bytes, without adapters.
+
+    Files in 4 bits count as NF4. Constants of NF4 are a few hundred bytes of each weight, and not counted.
+
+    Cost:
+        0.7 s on the host for Qwen3-14B.
+    """
+    held = getattr(source.config, "quantization_config", None) or {}
+    is_nf4 = held.get("load_in_4bit") if isinstance(held, Mapping) else getattr(held, "load_in_4bit", False)
+    with torch.random.fork_rng(devices=[]):
+        # transformers writes to the configuration.
+        model = build_on_meta(copy.deepcopy(source.config), dtype=dtype)
+        if quantization or is_nf4:
+            quantise_on_meta(model, dtype=dtype)
+    scales = [state.absmax for item in model.parameters() if (state := getattr(item, "quant_state", None))]
+    return sum(getattr(item, "held_bytes", item.nbytes) for item in (*model.parameters(), *scales))
 
 
 def add_adapters_on_meta(model: PreTrainedModel, lora: LoraConfig | int) -> None:

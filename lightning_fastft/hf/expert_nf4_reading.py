@@ -77,9 +77,11 @@ def _register() -> None:
             stacks = {name for name in weights if is_stack(*get_module_from_name(model, name))}
             others = {name: weight for name, weight in weights.items() if name not in stacks}
             result = super().convert(others, *args, model=model, **kwargs)
+            result = {name: weight.to(read[name].device) for name, weight in result.items()}
             for name in stacks:
-                result[name] = nn.Parameter(quantise_stack(weights[name]), requires_grad=False)
-            return {name: weight.to(read[name].device) for name, weight in result.items()}
+                stack = quantise_stack(weights[name]).to(read[name].device)
+                result[name] = nn.Parameter(stack, requires_grad=False)
+            return result
 
     class ExpertQuantizer(Bnb4BitHfQuantizer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

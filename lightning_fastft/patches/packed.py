@@ -214,18 +214,25 @@ def _stream_weights(
     the patcher is undone.
     """
     own = ModelPatcher()
+    slabs: dict[int, PinnedSlab] = {}
 
     def allocate(num_bytes: int) -> torch.Tensor:
         slab = PinnedSlab(num_bytes, device=streams.device)
         own.add_undo(slab.close)
         region = slab.reserve(num_bytes)
         assert region is not None
+        slabs[region.tensor.data_ptr()] = slab
         return region.tensor
+
+    def free(memory: torch.Tensor) -> None:
+        slabs.pop(memory.data_ptr()).close()
 
     movable = movable_bytes(model, root)
     with contextlib.ExitStack() as half_done:
         half_done.callback(own.undo)
-        weights, streamer = install_weight_streaming(model, own, streams=streams, allocate_host=allocate)
+        weights, streamer = install_weight_streaming(
+            model, own, streams=streams, allocate_host=allocate, free_host=free
+        )
         embedding = install_host_embedding(model, own, streams=streams, allocate_host=allocate, root=root)
         head = install_host_head(model, own, streams=streams, allocate_host=allocate, root=root)
         # All weights are moved; they stay on the host until the patcher is undone.

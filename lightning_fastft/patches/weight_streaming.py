@@ -30,6 +30,7 @@ def install_weight_streaming(
     *,
     streams: CopyStreams,
     allocate_host: AllocateHost | None = None,
+    free_host: Callable[[torch.Tensor], None] | None = None,
     num_slots: int = DEFAULT_NUM_SLOTS,
 ) -> tuple[Status, WeightStreamer]:
     """Move the frozen weights of every decoder layer to the host, and copy each layer in before its forward and
@@ -49,6 +50,7 @@ def install_weight_streaming(
         streams: The copy streams of the device.
         allocate_host: Takes a number of bytes and returns pinned host memory (uint8). None for pageable memory, on a
             CPU only.
+        free_host: As in ``WeightStreamer``.
         num_slots: Number of layers that fit on the device at once.
 
     Returns:
@@ -77,6 +79,7 @@ def install_weight_streaming(
         streams=streams,
         num_slots=num_slots,
         allocate_host=allocate_host,
+        free_host=free_host,
     )
     streamer.attach()
     patcher.add_undo(streamer.detach)

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_fastft.activations.budgets import auto_vram_bytes, is_unified
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.last import with_last
@@ -186,6 +187,27 @@ class FastFTStrategyMixin(StepDownMixin):
     def weights_device(self) -> torch.device:
         """Where a model is built: on the host if its weights are streamed from there, else on the device."""
         return torch.device("cpu") if self.checkpointing.streams_from_host else self.root_device
+
+    def stream_if_larger(self, model_bytes: Callable[[int], int]) -> None:
+        """Stream the frozen weights of a model that is not built yet, if the policy may decide so and they alone are
+        larger than the memory for the run. All ranks follow rank 0.
+
+        Args:
+            model_bytes: Takes the memory for the run, and returns the size of the weights, or 0 if they are smaller.
+        """
+        options, device = self.checkpointing.options, self.root_device
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        is_open = options.policy == options.weights == "auto"
+        if trainer is None or not is_open or device.type != "cuda" or is_unified(device):
+            return
+        budget = options.vram_budget_bytes or auto_vram_bytes(device)
+        num_bytes = model_bytes(budget)
+        if self.broadcast(num_bytes > budget):
+            self.checkpointing.stream(patcher_of(trainer))
+            rank_zero_info(
+                f"activations: the weights of the model ({num_bytes / 2**30:.1f} GiB) are larger than the memory of "
+                f"the run ({budget / 2**30:.1f} GiB), so it is loaded on the host and frozen weights are streamed"
+            )
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

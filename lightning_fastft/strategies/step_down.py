@@ -27,6 +27,14 @@ else:
 BACKWARD = "backward"
 HALF_DONE = "Gradients may be incomplete; no weight was stepped."
 NOTHING_TRAINED = "Nothing was trained."
+_REMEDY = (
+    "The model does not fit: raise vram_budget, use OffloadCheckpointing(weights='stream'), which loads it into host "
+    "memory, or a quantised base (quantization='nf4')"
+)
+_STREAMED_REMEDY = (
+    "Streamed weights are loaded into host memory, unless adapters are computed from them (DoRA, PiSSA, EVA) or a module "
+    "of your own loads them onto the device: use other adapters, load with device_map='cpu', or raise vram_budget"
+)
 # Of one step: with streamed weights, without a kept layer, and once more.
 _MOST_REPEATS = 3
 
@@ -106,13 +114,9 @@ class StepDownMixin(_Base):
             rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
             place = f"{place}{rank}, at optimizer step {trainer.global_step + 1}"
         plan = self.checkpointing.status().reason
-        remedy = (
-            "The model does not fit: raise vram_budget, use OffloadCheckpointing(weights='stream'), which builds the "
-            "model on the host (a module of your own loads it with device_map='cpu'), or a quantised base "
-            "(quantization='nf4')"
-            if effect == NOTHING_TRAINED
-            else f"The batch was not changed: {self.checkpointing.remedy()}"
-        )
+        remedy = f"The batch was not changed: {self.checkpointing.remedy()}"
+        if effect == NOTHING_TRAINED:
+            remedy = _STREAMED_REMEDY if self.checkpointing.streams_from_host else _REMEDY
         return DeviceMemoryError(
             f"The {where} ran out of memory on {place}. {effect} Activations: {plan}. Budget: "
             f"{self.checkpointing.describe_budget()}; "

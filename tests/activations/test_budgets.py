@@ -176,11 +176,12 @@ def test_a_run_is_capped_before_its_model_is_built_until_it_ends(tmp_path):
     assert streamed == ["cap cpu", "load", "attach", "place", "place", "cap cpu", "lift", "lift"]
 
 
-def test_a_model_that_does_not_load_within_the_budget_names_it(tmp_path):
+@pytest.mark.parametrize(("weights", "advice"), [("auto", "weights='stream'"), ("stream", "device_map='cpu'")])
+def test_a_model_that_does_not_load_within_the_budget_names_it(tmp_path, weights, advice):
     with pytest.raises(torch.OutOfMemoryError) as found:
-        fit(tmp_path, fails=True)
+        fit(tmp_path, fails=True, weights=weights)
     message = str(found.value)
     assert message.startswith("The load ran out of memory on cpu")
-    for part in ("Nothing was trained.", "vram_budget 8.0 GiB", "raise vram_budget", "tried to allocate 2 GiB"):
+    for part in ("Nothing was trained.", "vram_budget 8.0 GiB", "raise vram_budget", "tried to allocate 2 GiB", advice):
         assert part in message
     assert "batch" not in message

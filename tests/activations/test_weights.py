@@ -395,6 +395,13 @@ def test_each_layer_leaves_its_memory_before_the_next_one_is_copied():
     streamer.attach()
     streamer.use(4, direction=1)
     assert_equal(layers[4], truth[4])
+    # Likewise on the way back.
+    freed = []
+    streamer._free_host = lambda memory: freed.append([len(host) > 0 for host in streamer._host])
+    streamer.detach()
+    assert [sum(row) for row in freed] == [5, 4, 3, 2, 1]
+    for tensors, expected in zip(layers, truth):
+        assert_equal(tensors, expected)
 
 
 def test_host_memory_that_does_not_do_is_refused_and_nothing_is_changed():

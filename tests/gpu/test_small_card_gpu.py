@@ -77,7 +77,7 @@ def model_source(kind, config, folder):
     return str(folder), "pretrained"
 
 
-def fit(case, folder, **activations):
+def fit(case, folder, *, policy="recompute", **activations):
     """Train and return the losses, the frozen state, and the peaks of loading and of placing above the present use."""
     config, kind, quantization = CASES[case]
     source, init = model_source(kind, config, folder / "model")
@@ -91,7 +91,7 @@ def fit(case, folder, **activations):
     tuner = Measured(source, lora=lora, scheduler="constant", learning_rate=1e-4, **options)
     losses, batch = Losses(), collate(make_documents((500, 400, 100)))
     loader = torch.utils.data.DataLoader([batch] * NUM_STEPS, batch_size=None, collate_fn=lambda batch: batch)
-    strategy = FastFTStrategy(activations=OffloadCheckpointing("recompute", host_budget=2, **activations))
+    strategy = FastFTStrategy(activations=OffloadCheckpointing(policy, host_budget=2, **activations))
     trainer = quiet_trainer(folder, accelerator="gpu", strategy=strategy, max_steps=NUM_STEPS, callbacks=[losses])
     trainer.fit(tuner, loader)
     assert {tensor.device.type for tensor in (*tuner.parameters(), *tuner.buffers())} == {"cpu"}
@@ -125,6 +125,17 @@ def test_a_streamed_model_loads_tensor_by_tensor(case, tmp_path):
     assert place_bytes <= max(allowed, 4 * held_layer + 2 * trained + tied) + 8 * MIB
     if kind != "given":
         assert whole_bytes > NUM_LAYERS * held_layer > 1.5 * place_bytes
+
+
+def test_a_budget_smaller_than_the_model_streams_it_from_the_start(tmp_path):
+    expected, resident_state, _, whole_bytes, _ = fit("bf16 files", tmp_path, weights="resident")
+    budget = 0.45 * 2**30
+    assert budget < whole_bytes
+    found, state, _, load_bytes, _ = fit("bf16 files", tmp_path, policy="auto", vram_budget=budget / 2**30)
+    assert torch.cuda.max_memory_reserved() <= budget
+    assert load_bytes <= 2 * MIB
+    assert all(torch.equal(state[name], value) for name, value in resident_state.items())
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def num_weights(parameter):

@@ -136,4 +136,4 @@ def test_an_infeasible_budget_is_refused_before_the_first_step(fit, tmp_path, le
 
 def test_a_budget_that_cannot_hold_the_model_ends_in_an_error_that_names_it(fit, tmp_path):
     with pytest.raises(DeviceMemoryError, match=r"ran out of memory on cuda:0.*vram_budget 0\.3 GiB"):
-        fit(tmp_path, vram_budget=0.3)
+        fit(tmp_path, vram_budget=0.3, weights="resident")

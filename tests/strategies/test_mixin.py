@@ -4,6 +4,7 @@ interpreter ends, and a checkpoint is read without a module.
 
 import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint import ranks
 from lightning_fastft.checkpoint.files import find_damage
 from lightning_fastft.checkpoint.stops import RunStopped
+from lightning_fastft.strategies import mixin
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.packed_steps import environment_of
@@ -59,6 +61,28 @@ def test_a_model_is_built_on_the_host_if_its_weights_are_streamed(weights, place
     assert find_home(module, lora=LoraConfig()).type == place
     # Adapters that are computed from the base need it on the device.
     assert find_home(module, lora=LoraConfig(use_dora=True)).type == "meta"
+
+
+@pytest.mark.parametrize(("budget", "is_streamed"), [(1.0, False), (1e-5, True)])
+def test_a_model_larger_than_the_budget_is_streamed_from_the_start(budget, is_streamed, tmp_path, monkeypatch):
+    tuner = FineTuner({**CONFIG, "vocab_size": VOCAB_SIZE}, init="random", dtype="float32", lora={"r": 2})
+    checkpointing = OffloadCheckpointing("auto", vram_budget=budget, host_budget=1)
+    strategy = FastFTStrategy(activations=checkpointing)
+    asked = []
+    of_model = strategy.stream_if_larger
+
+    def ask(model_bytes):
+        # The policy decides so for GPUs only.
+        with mock.patch.object(type(strategy), "root_device", torch.device("cuda")):
+            of_model(model_bytes)
+        asked.append((model_bytes(0), checkpointing.options.weights))
+
+    monkeypatch.setattr(strategy, "stream_if_larger", ask)
+    monkeypatch.setattr(mixin, "is_unified", lambda device: False)
+    quiet_trainer(tmp_path, strategy=strategy, max_steps=1).fit(tuner, packed_loader(1))
+    base = [item for name, item in tuner.model.named_parameters() if "lora_" not in name]
+    assert asked == [(sum(item.nbytes for item in base), "stream" if is_streamed else "auto")]
+    assert checkpointing.options.weights == "auto"
 
 
 STRATEGIES = {

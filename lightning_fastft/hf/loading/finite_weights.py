@@ -9,6 +9,8 @@ from torch import nn
 
 from lightning_fastft.core.errors import DataError, list_names
 
+_PART_SIZE = 2**24
+
 
 def check_finite(model: nn.Module, *, name: str) -> None:
     """Refuse weights that hold NaN or infinity.
@@ -34,7 +36,10 @@ def check_finite(model: nn.Module, *, name: str) -> None:
 
 def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude, fp32; it propagates NaN and infinity."""
-    return torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
+    # A CPU copies what it reduces to fp32.
+    parts = tensor.reshape(-1).split(_PART_SIZE) if tensor.device.type == "cpu" else (tensor,)
+    found = [torch.linalg.vector_norm(part, ord=float("inf"), dtype=torch.float32) for part in parts]
+    return torch.stack(found).amax()
 
 
 def refuse_not_finite(names: list[str], largest: list[torch.Tensor], *, name: str) -> None:
@@ -52,7 +57,10 @@ def refuse_not_finite(names: list[str], largest: list[torch.Tensor], *, name: st
 
 def _judged_tensors(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
     """Yield the tensors that show whether a weight is finite: the weight, or the scales of a quantised one."""
-    quant_state = getattr(parameter, "quant_state", None)
+    quant_state, stack = getattr(parameter, "quant_state", None), getattr(parameter, "stack", None)
+    if stack is not None:
+        yield from (stack.nested_absmax_EG, stack.offset_E)
+        return
     if quant_state is None:
         yield parameter
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -156,6 +157,35 @@ def find_device(module: LightningModule) -> torch.device:
     return module.device if module._trainer is None else module.trainer.strategy.root_device
 
 
+def stream_if_larger(
+    module: LightningModule,
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    quantization: Literal["nf4"] | None,
+    lora: LoraConfig | None,
+) -> None:
+    """Let the strategy stream the base of adapters if it is larger than the memory for the run."""
+    from lightning_fastft.hf.loading.source import weight_files
+    from lightning_fastft.hf.sharding.fillers import reads_base
+
+    strategy = None if module._trainer is None else module.trainer.strategy
+    if lora is None or reads_base(lora) or not isinstance(strategy, FastFTStrategyMixin):
+        return
+
+    def measure(budget: int) -> int:
+        # A weight has one byte or more in files that are not quantised, and half a byte or more in others.
+        is_quantised = getattr(source.config, "quantization_config", None) is not None
+        paths = weight_files(source) if source.init == "pretrained" else []
+        if paths and sum(map(os.path.getsize, paths)) * dtype.itemsize * (1 + is_quantised) <= budget:
+            return 0
+        from lightning_fastft.estimate.meta_model import measure_weights
+
+        return measure_weights(source, dtype=dtype, quantization=quantization)
+
+    strategy.stream_if_larger(measure)
+
+
 def find_home(module: LightningModule, *, lora: LoraConfig | None) -> torch.device:
     """Return where the tensors of a model that is not sharded are when it is built: on the host if the strategy streams
     them from there, else on the device, as for adapters that are computed from the base.
@@ -184,6 +214,7 @@ def open_source(
         if not is_sharded:
             from lightning_fastft.hf.loading.model import build_model
 
+            stream_if_larger(module, source, dtype=dtype, quantization=quantization, lora=lora)
             home = find_home(module, lora=lora)
             model = build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed, home=home)
             return model, None
