@@ -58,11 +58,12 @@ class OffloadCheckpointing:
             on the host, and the device holds one tensor of it at a time; adapters that are computed from the base
             (DoRA, PiSSA, EVA) need it whole on the device once. "auto" streams under policy "auto"
             if no plan fits otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does.
-            While weights are streamed, the parameters of the embedding and the output layer read as NaN: code of your
-            own calls ``model.lm_head(hidden)`` and does not read ``model.lm_head.weight``. Sharded weights (FSDP2) stay
-            gathered under "resident", and under "auto" as far as policy "auto" leaves memory of its budget: frozen
-            layers for the whole run, layers with trained weights from a forward to its backward. Otherwise each use
-            gathers them.
+            While weights are streamed, reads of their values raise: code of your own calls ``model.lm_head(hidden)``
+            and does not read ``model.lm_head.weight``; ``model.state_dict()`` has the values. Copies of the model
+            (``copy.deepcopy``, Lightning's ``WeightAveraging``) and merges of adapters raise too. Sharded weights
+            (FSDP2) stay gathered under "resident", and under "auto" as far as policy "auto" leaves memory of its
+            budget: frozen layers for the whole run, layers with trained weights from a forward to its backward.
+            Otherwise each use gathers them.
         mlp_tiles: Number of tiles of tokens in which dense feed-forward blocks run, so that the intermediates of only
             one tile exist at a time, for long packs. 1 disables tiles. GEMMs of fewer rows round differently, so
             gradients are not bit-equal.

@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from lightning_fastft.activations.host_parameter import COPY_MESSAGE, hide_values, show_values
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.streams import CopyStreams, Mark
 from lightning_fastft.core.checks import check_int
@@ -20,12 +21,6 @@ DEFAULT_NUM_SLOTS = 3
 
 # An instance attribute of modules whose tensors are in slots: outside of their layer's pass these hold other layers.
 STREAMED_ATTRIBUTE = "fastft_streamed"
-
-
-COPY_MESSAGE = (
-    "A model whose frozen weights are streamed cannot be copied: its parameters do not hold their values. Copy "
-    "model.state_dict(), which has all of them, or use OffloadCheckpointing(weights='resident')."
-)
 
 
 class _Piece(NamedTuple):
@@ -51,13 +46,19 @@ class _Layer(NamedTuple):
     pieces: list[_Piece]
     num_bytes: int
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors."""
+        return [piece.tensor for piece in self.pieces]
+
 
 class WeightStreamer:
     """Keep the frozen tensors of layers on the host, and copy each layer into a device slot before its use.
 
     The tensors of layer k point into slot k mod num_slots while the streamer is attached, so a view taken in the
     forward is valid again in the backward once the layer has been copied in. A slot is overwritten only after compute
-    has left its layer. Call ``use`` before each layer, on one compute stream at a time.
+    has left its layer. Call ``use`` before each layer, on one compute stream at a time. Reads of the parameters of
+    other layers than the one in use raise (``HostParameter``).
 
     Args:
         layers: Frozen leaf tensors of each layer, on the compute device or on the host, without shared memory.
@@ -156,6 +157,7 @@ class WeightStreamer:
                     self._targets.append(slots[index % self._num_slots][: layer.num_bytes])
                     for piece in layer.pieces:
                         piece.tensor.data = piece.view(self._targets[index])
+                    hide_values(layer.tensors)
             except BaseException:
                 self._restore(None)
                 self._host, self._targets = [], []
@@ -216,10 +218,12 @@ class WeightStreamer:
             )
         if index == self._current:
             return
+        show_values(self._layers[index].tensors)
         self._check_place(index)
         # No layer is in use until its copy is queued, so that an exception leaves no wrong state.
         previous, self._current = self._current, None
         if previous is not None:
+            hide_values(self._layers[previous].tensors)
             self._left[previous % self._num_slots] = self.streams.mark_compute()
         self._fetch(index)
         self.streams.wait_compute(self._arrived[index % self._num_slots])
@@ -292,6 +296,7 @@ class WeightStreamer:
         """Give the tensors of the layers on the host their own memory, on a device or where they were."""
         for index, bytes_of_layer in enumerate(self._host):
             pieces = self._layers[index].pieces
+            show_values(self._layers[index].tensors)
             for piece in pieces:
                 piece.tensor.data = piece.view(bytes_of_layer).to(device or piece.device, copy=True)
             if all(piece.tensor.device.type == "cpu" for piece in pieces):

@@ -11,7 +11,13 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
-from lightning_fastft.strategies.packed_steps import CheckRead, PackedSteps, collect_statuses, environment_of
+from lightning_fastft.strategies.packed_steps import (
+    CheckRead,
+    PackedSteps,
+    check_loaders,
+    collect_statuses,
+    environment_of,
+)
 from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
@@ -79,6 +85,7 @@ class PackedTraining(GivenOnce, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what is active."""
         if not self._is_redundant:
+            check_loaders(trainer)
             self.packed_steps.check_training_mode()
             rank_zero_info("\n" + render_status_table(collect_statuses(trainer, [])))
 

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 STATE = "fastft_resume"
 # The shapes of trained tensors depend on these settings, so they cannot change.
 _FIXED = ("lora.r",)
+# Settings that add groups to the optimizer if they are given.
+_GROUPING = ("loraplus_lr_ratio",)
 # Settings whose values come from the checkpoint and not from this run.
-_RESTORED = ("learning_rate", "weight_decay", "seed_everything")
+_RESTORED = ("learning_rate", "loraplus_lr_ratio", "weight_decay", "seed_everything")
 _INTERRUPT_ANSWER = (
     "\nCtrl-C: the run saves at the next optimizer step and ends. A second Ctrl-C ends it at once, without saving.\n"
 )
@@ -373,8 +375,10 @@ def check_settings(checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
     current = collect_settings(trainer, trainer.lightning_module)
     wrong = [
         f"{name} was {saved[name]!r} and is {current.get(name)!r}"
-        for name in _FIXED
-        if name in saved and current.get(name) != saved[name]
+        for name in (*_FIXED, *_GROUPING)
+        if name in saved
+        and current.get(name) != saved[name]
+        and (name in _FIXED or None in (current.get(name), saved[name]))
     ]
     if wrong:
         raise ResumeError(

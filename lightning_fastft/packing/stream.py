@@ -205,6 +205,8 @@ class PackedLoader:
         pin_memory: Put batches into pinned host memory.
         before_batch: Called before a batch is yielded, in the consumer's thread.
         after_batch: Called with a batch when the next one is requested, in the consumer's thread.
+        find_run: Returns the run, a Trainer for example, whose ranks and accumulation the plan is made for; None for
+            one process without accumulation.
     """
 
     def __init__(
@@ -216,6 +218,7 @@ class PackedLoader:
         pin_memory: bool = False,
         before_batch: Callable[[], None] = _do_nothing,
         after_batch: Callable[[PackedBatch], None] = _do_nothing,
+        find_run: Callable[[], Any] = _do_nothing,
     ) -> None:
         self._open_stream = open_stream
         self._num_batches = num_batches
@@ -223,6 +226,7 @@ class PackedLoader:
         self.pin_memory = pin_memory
         self._before_batch = before_batch
         self._after_batch = after_batch
+        self.find_run = find_run
 
     def __len__(self) -> int:
         return self._num_batches

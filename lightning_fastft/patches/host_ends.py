@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightning_fastft.activations.host_parameter import COPY_MESSAGE, hide_values, show_values
 from lightning_fastft.activations.streams import CopyStreams, Mark
-from lightning_fastft.activations.weights import COPY_MESSAGE
 from lightning_fastft.core.errors import HostMemoryError, SwapError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher, share_state
 from lightning_fastft.core.status import Status
@@ -55,8 +55,8 @@ def install_host_embedding(
 ) -> Status:
     """Move the weight of the input embedding to the host; each forward reads the rows of its tokens over the bus.
 
-    The parameter keeps shape, dtype and device, but has no storage and reads as NaN; a state dict has the values in
-    host memory. Additions of the model's own class to the lookup (Gemma's factor) are kept.
+    The parameter keeps shape, dtype and device, but has no storage, and reads of its values raise; a state dict has
+    them in host memory. Additions of the model's own class to the lookup (Gemma's factor) are kept.
 
     Args:
         model: A Hugging Face causal language model, also inside a PEFT model, on its training device or on the host.
@@ -88,7 +88,11 @@ def install_host_embedding(
         stack.callback(changes.undo)
         expected = embedding(probe)
         new = _swap(model, embedding, _host_class(type(embedding)), matrix, changes)
-        if not torch.equal(new(probe.to(streams.device)), expected.to(streams.device)):
+        try:
+            is_equal = torch.equal(new(probe.to(streams.device)), expected.to(streams.device))
+        except SwapError:
+            is_equal = False
+        if not is_equal:
             return Status(
                 EMBEDDING_STATUS_NAME, "inactive", f"{type(embedding).__name__} reads its weight in another way"
             )
@@ -191,15 +195,17 @@ class _HostMatrix:
         raise SwapError(COPY_MESSAGE)
 
     def take(self) -> None:
-        """Copy the weight to the host and replace it by a single expanded NaN."""
+        """Copy the weight to the host, replace it by a single expanded NaN, and let reads of its values raise."""
         with torch.inference_mode(mode=False), torch.no_grad():
             self.weight_VD.copy_(self.parameter)
             self.parameter.data = torch.full(
                 (1, 1), float("nan"), dtype=self.parameter.dtype, device=self.device
             ).expand(self.parameter.shape)
+        hide_values([self.parameter])
 
     def give_back(self) -> None:
         """Give the parameter its own storage again where it was, or on the host if the device has no free memory."""
+        show_values([self.parameter])
         with torch.inference_mode(mode=False), torch.no_grad():
             try:
                 self.parameter.data = self.weight_VD.to(self._home, copy=True)

@@ -38,8 +38,8 @@ def install_weight_streaming(
 
     It works with and without recompute, in evaluation and in generation, for NF4 and plain weights. Adapters, trained
     weights, buffers, and the shared tables of NF4 stay on the device. A state dict contains the streamed weights in
-    host memory; loading a state dict that contains them raises. The loss must depend on the last hidden states, as in
-    every causal language model.
+    host memory; loading a state dict that contains them, merging adapters, and reading weights of a layer that is not
+    in use raise. The loss must depend on the last hidden states, as in every causal language model.
 
     The model may be on its device or on the host, to which undo returns the weights. Undo the patcher before the model
     is moved or merged, or weights are loaded; a move to the device that has the weights already is allowed.
@@ -89,6 +89,8 @@ def install_weight_streaming(
         serve_state_dict(layer, link.values, patcher)
         for module in layer.modules():
             patcher.set_attribute(module, STREAMED_ATTRIBUTE, True)
+            if isinstance(module, BaseTunerLayer):
+                patcher.set_attribute(module, "merge", _refuse_merge)
         # Weights must be on the device before another hook or the layer reads them.
         patcher.add_undo(layer.register_forward_pre_hook(link.before_forward, prepend=True).remove)
         patcher.add_undo(layer.register_forward_hook(link.after_forward).remove)
@@ -125,6 +127,14 @@ class _LayerLink:
     def values(self) -> Mapping[str, torch.Tensor]:
         """Return the streamed tensors, keyed by their names in a state dict of the layer."""
         return dict(zip(self._names, self.streamer.host_views(self.index)))
+
+
+def _refuse_merge(*_: object, **__: object) -> None:
+    """Take the place of the merge of an adapted layer, which would write into the device slot."""
+    raise SwapError(
+        "Adapters cannot be merged while weights are streamed: their base is on the host. Merge after the run, or use "
+        "OffloadCheckpointing(weights='resident')."
+    )
 
 
 def _frozen_tensors(layer: nn.Module, *, number: int) -> dict[str, torch.Tensor]:

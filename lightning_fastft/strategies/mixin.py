@@ -29,7 +29,7 @@ from lightning_fastft.strategies.even_batches import check_even_batches
 from lightning_fastft.strategies.memory_errors import StepWitness
 from lightning_fastft.strategies.monitors import check_loggers, check_monitors, share_monitored
 from lightning_fastft.strategies.move_to_host import moving_within_memory
-from lightning_fastft.strategies.packed_steps import PackedSteps, collect_statuses, environment_of
+from lightning_fastft.strategies.packed_steps import PackedSteps, check_loaders, collect_statuses, environment_of
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 from lightning_fastft.strategies.step_down import BACKWARD, HALF_DONE, NOTHING_TRAINED, StepDownMixin
 
@@ -265,10 +265,11 @@ class FastFTStrategyMixin(StepDownMixin):
 
         Raises:
             DataError: The ranks have different numbers of batches.
-            OptionError: EarlyStopping would find no metric at the end of the run.
+            OptionError: EarlyStopping would find no metric at the end of the run, or a loader is not planned for it.
         """
         super().on_train_start()
         assert self._fastft_trainer is not None
+        check_loaders(self._fastft_trainer)
         self._even_batches = check_even_batches(self._fastft_trainer)
         check_monitors(self._fastft_trainer)
         self.packed_steps.check_training_mode()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
@@ -22,6 +23,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.attention.op import BACKENDS
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE
+from lightning_fastft.packing.stream import PackedLoader
 from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
@@ -175,6 +177,23 @@ def find_packed_batches(batch: Any) -> list[PackedBatch]:
     elif isinstance(batch, (list, tuple)):
         members = batch
     return [member for member in members if isinstance(member, PackedBatch)]
+
+
+def check_loaders(trainer: Trainer) -> None:
+    """Check that the training micro-batches are planned for this Trainer; called in ``on_train_start``.
+
+    Raises:
+        OptionError: A loader of a DataModule was given without it, so that its plan knows no ranks, no accumulation
+            and no position.
+    """
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        if isinstance(loader, PackedLoader) and loader.find_run() is not trainer:
+            raise OptionError(
+                "A training loader of a PackedDataModule was given to the Trainer without its DataModule: it knows no "
+                "ranks and no accumulate_grad_batches, and later epochs would lack micro-batches. Use "
+                "trainer.fit(model, datamodule=data); inside a DataModule of your own set data.trainer = self.trainer "
+                "before data.setup(stage)."
+            )
 
 
 def collect_statuses(trainer: Trainer, own: list[Status]) -> list[Status]:

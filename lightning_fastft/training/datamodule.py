@@ -227,6 +227,7 @@ class PackedDataModule(SplitDataModule):
             pin_memory=is_planned and self._pins_memory(),
             before_batch=self._check_step,
             after_batch=self.count_by_hand,
+            find_run=lambda: self._run,
         )
 
     # The position.

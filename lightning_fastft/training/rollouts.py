@@ -233,7 +233,7 @@ class RolloutDataModule(LightningDataModule):
 
     def train_dataloader(self) -> PackedLoader:
         """Return the micro-batches of this rank, round after round, each sampled when it is requested."""
-        return PackedLoader(self._open_rounds, num_batches=ENDLESS)
+        return PackedLoader(self._open_rounds, num_batches=ENDLESS, find_run=lambda: self.trainer)
 
     def _open_rounds(self) -> Iterator[PackedBatch]:
         """Begin at the start of a window of accumulation, also after a checkpoint or an epoch that ended in one."""

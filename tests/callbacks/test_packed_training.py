@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -42,6 +43,34 @@ def test_trains_under_the_automatic_strategy(tmp_path, make_module):
     assert set(callback.packed_steps.backends_used) == {"sdpa"}
     assert type(module.model.lm_head) is torch.nn.Linear
     assert module.model.config._attn_implementation != "fastft"
+
+
+@pytest.mark.parametrize("strategy", ["fastft", "auto"])
+def test_a_loader_without_its_data_module_is_refused(tmp_path, strategy):
+    class Own(LightningDataModule):
+        def __init__(self, trainer):
+            super().__init__()
+            self.data = quiet_data([{"input_ids": [3, 4, 5 + row]} for row in range(9)], max_tokens=6)
+            self.data.trainer = trainer
+
+        def setup(self, stage):
+            self.data.setup(stage)
+
+        def train_dataloader(self):
+            return {"first": self.data.train_dataloader()}
+
+    class Named(PlainModule):
+        def training_step(self, batch, batch_idx):
+            seen.append(batch["first"].index)
+            return super().training_step(batch["first"], batch_idx)
+
+    options = {"strategy": strategy, "callbacks": [PackedTraining()] if strategy == "auto" else []}
+    trainer, seen = quiet_trainer(tmp_path, max_steps=8, **options), []
+    with pytest.raises(OptionError, match="without its DataModule"):
+        trainer.fit(Named(tiny_llama()), Own(None))
+    trainer = quiet_trainer(tmp_path, max_steps=8, **options)
+    trainer.fit(Named(tiny_llama()), Own(trainer))
+    assert seen == list(range(8))
 
 
 def test_learns_exactly_what_the_strategy_learns(tmp_path):

@@ -184,6 +184,19 @@ def test_settings_that_make_tensors_useless_are_refused(tmp_path, lora):
         fit(tmp_path, tuner(lora=lora), max_steps=2, ckpt_path=tmp_path / "a.ckpt")
 
 
+@pytest.mark.parametrize(("ratio", "is_refused"), [(16.0, False), (None, True)])
+def test_rates_of_lora_plus_are_those_of_the_checkpoint(tmp_path, ratio, is_refused):
+    fit(tmp_path, tuner(loraplus_lr_ratio=4.0)).save_checkpoint(tmp_path / "a.ckpt")
+    if is_refused:
+        with pytest.raises(ResumeError, match=r"loraplus_lr_ratio was 4\.0 and is None"):
+            fit(tmp_path, tuner(loraplus_lr_ratio=ratio), max_steps=2, ckpt_path=tmp_path / "a.ckpt")
+        return
+    with pytest.warns(UserWarning, match=r"loraplus_lr_ratio was 4\.0 and is 16\.0 \(the checkpoint's is used\)"):
+        trainer = fit(tmp_path, tuner(loraplus_lr_ratio=ratio), max_steps=2, ckpt_path=tmp_path / "a.ckpt")
+    slow, fast = (group["initial_lr"] for group in trainer.optimizers[0].param_groups)
+    assert fast == 4 * slow
+
+
 def test_evaluation_resumes_nothing_and_compares_nothing(tmp_path, recwarn):
     seed_everything(7, verbose=False)
     fit(tmp_path, tuner()).save_checkpoint(tmp_path / "a.ckpt")

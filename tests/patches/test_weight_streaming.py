@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fastft.activations.frozen_weights import frozen_bytes
+from lightning_fastft.activations.host_parameter import HostParameter
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
@@ -324,7 +325,9 @@ def test_undo_gives_back_every_byte_object_and_hook(name):
         for module in model.modules()
     ]
     _, patcher = install(model)
-    assert any(not torch.equal(parameter, before[key]) for key, parameter in parameters.items() if "layers" in key)
+    assert (type(decoder_layers(model.get_base_model())[1].mlp.up_proj.base_layer.weight) is HostParameter) is (
+        name == "llama"
+    )
     forward(model, 1)
     patcher.undo()
     patcher.undo()
@@ -502,9 +505,54 @@ def test_a_model_that_is_moved_meanwhile_is_refused():
     install(model)
     forward(model, 1)
     layer = decoder_layers(model.get_base_model())[1]
-    layer.double()
+    with pytest.raises(SwapError, match="double got a frozen weight"):
+        layer.double()
+    weight = layer.mlp.up_proj.base_layer.weight
+    weight.data = torch.zeros(weight.shape, dtype=weight.dtype)
     with pytest.raises(SwapError, match=r"of layer 1 .*was moved or replaced"):
         forward(model, 2)
+
+
+# Reads of values that are on the host.
+
+READS = (
+    lambda weight: float(weight.norm()),
+    lambda weight: weight[0].tolist(),
+    lambda weight: weight.data.mul_(2.0),
+    lambda weight: weight.detach().float(),
+    lambda weight: nn.functional.linear(torch.ones(weight.shape[1]), weight),
+)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_values_of_a_layer_that_is_not_in_use_cannot_be_read(read):
+    model = lora_model("qwen3_moe", num_layers=4)
+    _, patcher = install(model)
+    weights = [layer.self_attn.o_proj.base_layer.weight for layer in decoder_layers(model.get_base_model())]
+    expected = [model.state_dict()[name] for name, each in model.named_parameters() if any(each is w for w in weights)]
+    forward(model, 1).backward()
+    # The backward ends with layer 0, whose weights are there.
+    assert torch.equal(weights[0], expected[0])
+    for weight, values in zip(weights[1:], expected[1:], strict=True):
+        assert (weight.shape, weight.dtype, weight.device) == (values.shape, values.dtype, values.device)
+        with pytest.raises(SwapError, match="state_dict"):
+            read(weight)
+    patcher.undo()
+    for weight, values in zip(weights, expected, strict=True):
+        assert type(weight) is nn.Parameter
+        assert torch.equal(weight, values)
+
+
+@pytest.mark.parametrize("name", ["llama", "nf4"])
+def test_adapters_are_not_merged_into_another_layer(name):
+    model = lora_model(name, num_layers=3)
+    expected = forward(model, 1)
+    _, patcher = install(model)
+    with pytest.raises(SwapError, match="Merge after the run"):
+        model.merge_adapter()
+    assert torch.equal(forward(model, 1), expected)
+    patcher.undo()
+    model.merge_adapter()
 
 
 # The embedding.
@@ -526,7 +574,9 @@ def test_embedding_on_the_host_changes_no_bit(name):
     assert new.weight is weight
     assert weight.shape == before.shape
     assert weight.untyped_storage().nbytes() == weight.element_size()
-    assert weight.isnan().all()
+    for read in READS:
+        with pytest.raises(SwapError, match="state_dict"):
+            read(weight)
     assert_same(plain_steps(model) + evaluation_between(model), expected)
     patcher.undo()
     assert base.get_input_embeddings() is old

@@ -1,0 +1,76 @@
+"""Parameters whose values are in host memory: reads of them raise, where they would give values of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fastft.core.errors import SwapError
+
+COPY_MESSAGE = (
+    "A model whose frozen weights are streamed cannot be copied: its parameters do not hold their values. Copy "
+    "model.state_dict(), which has all of them, or use OffloadCheckpointing(weights='resident')."
+)
+
+# Functions of a parameter that do not read its values.
+_WITHOUT_VALUES = frozenset(
+    {
+        *(torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension),
+        *(torch.Tensor.stride, torch.Tensor.element_size, torch.Tensor.storage_offset, torch.Tensor.is_contiguous),
+        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.get_device, torch.Tensor.data_ptr),
+        *(
+            torch.Tensor.untyped_storage,
+            torch.Tensor.detach,
+            torch.Tensor.requires_grad_,
+            torch.is_floating_point,
+            torch.is_complex,
+            torch.numel,
+        ),
+        torch._has_compatible_shallow_copy_type,
+    }
+)
+
+
+class HostParameter(nn.Parameter):
+    """A parameter of which shape, dtype and device can be read, and no values.
+
+    A parameter becomes one, and back, by assignment of its class, as torch's uninitialised parameters do: it stays the
+    same object.
+
+    Raises:
+        SwapError: A torch function got the parameter, or a view of it.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run functions and properties that do not need the values."""
+        # Properties, among them data and grad, arrive as method wrappers.
+        if func not in _WITHOUT_VALUES and type(func).__name__ != "method-wrapper":
+            raise SwapError(
+                f"{getattr(func, '__name__', func)} got a frozen weight whose values are in host memory while weights "
+                "are streamed. Call the layer, as in model.lm_head(hidden), read model.state_dict(), or use "
+                "OffloadCheckpointing(weights='resident')."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            # A view holds no values either.
+            return found.as_subclass(cls) if isinstance(found, torch.Tensor) else found
+
+
+def hide_values(tensors: Iterable[torch.Tensor]) -> None:
+    """Let reads of the values raise; tensors of other classes than nn.Parameter stay as they are."""
+    for tensor in tensors:
+        if type(tensor) is nn.Parameter:
+            tensor.__class__ = HostParameter
+
+
+def show_values(tensors: Iterable[torch.Tensor]) -> None:
+    """Undo ``hide_values``."""
+    for tensor in tensors:
+        if type(tensor) is HostParameter:
+            tensor.__class__ = nn.Parameter  # type: ignore[assignment]
