@@ -8,6 +8,8 @@ Each part is a list of cases that run one after the other in the same two proces
 import os
 import sys
 from collections import Counter
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +18,6 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -134,22 +135,37 @@ class LookBeforeStep(Callback):
             pl_module.model(**self._batch)
 
 
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveCounter:
     """Counts gradient reductions, the reduce-scatters of FSDP2 and all-reduces of whole gradients, gathers of units, and
     the bytes that a rank receives in these, its own included.
     """
 
-    num_reductions = num_gathers = num_gathered_bytes = 0
+    # By the names of all versions of torch. A dispatch mode, which sees every operator, takes longer than the step.
+    REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single", "all_reduce")
+    GATHERS = ("all_gather_into_tensor", "all_gather_single")
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Few of a step's thousands of operations are collectives, and the text of one takes longer than most of them.
-        if "c10d" in func.namespace:
-            name = str(func)
-            self.num_reductions += any(word in name for word in ("reduce_scatter", "c10d.allreduce_"))
-            if "c10d._allgather_base_" in name:
-                self.num_gathers += 1
-                self.num_gathered_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
+    def __init__(self):
+        self.num_reductions = self.num_gathers = self.num_gathered_bytes = 0
+        self._patches = ExitStack()
+
+    def __enter__(self):
+        for names, count in ((self.REDUCTIONS, self._count_reduction), (self.GATHERS, self._count_gather)):
+            for name in names:
+                if real := getattr(torch.distributed, name, None):
+                    self._patches.enter_context(mock.patch.object(torch.distributed, name, partial(count, real)))
+        return self
+
+    def __exit__(self, *error):
+        self._patches.close()
+
+    def _count_reduction(self, real, *args, **options):
+        self.num_reductions += 1
+        return real(*args, **options)
+
+    def _count_gather(self, real, output_tensor, *args, **options):
+        self.num_gathers += 1
+        self.num_gathered_bytes += output_tensor.nbytes
+        return real(output_tensor, *args, **options)
 
 
 class CountBuckets(Callback):
