@@ -72,7 +72,6 @@ EQUALITY = [("full", "keep"), ("lora", "recompute"), ("nf4", "recompute")]
 DDP_EQUALITY = [*EQUALITY, ("nf4 experts", "recompute")]
 # Options of a run, of LoRA whose layers recompute unless a kind or a policy is named.
 FSDP_CHOICES = {
-    "default": {},
     "sharded adapters": {"adapters": "shard"},
     "resident": {"weights": "resident"},
     "resident, sharded adapters": {"weights": "resident", "adapters": "shard"},
@@ -345,6 +344,8 @@ def run_fsdp(rank, folder):
         found[kind, policy] = state
         found[kind, policy, "head"] = watch.head
         found[kind, policy, "reductions"] = watch.num_reductions
+        found[kind, policy, "gathers"] = watch.num_gathers
+        found[kind, policy, "status"] = watch.status
     for name, options in FSDP_CHOICES.items():
         options = {"kind": "lora", "policy": "recompute", **options}
         state, watch = train(strategy_name="fsdp", rank=rank, folder=folder, **options)
@@ -441,23 +442,22 @@ def checkpointed(kind, form, rank, folder, *, strategy):
 
 
 class SaveEarly(Callback):
-    """Saves before the first micro-batch, or inside the first accumulation window."""
+    """Saves before the first micro-batch, and inside the first accumulation window."""
 
-    def __init__(self, path, *, is_in_window):
-        self.path, self.is_in_window = path, is_in_window
+    def __init__(self, paths):
+        self.paths = paths
 
     def on_train_start(self, trainer, pl_module):
-        if not self.is_in_window:
-            trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.paths["at start"])
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if self.is_in_window and batch_idx == 0:
-            trainer.save_checkpoint(self.path)
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.paths["in window"])
 
 
 def saved_before_the_first_step(kind, rank, folder, *, is_folder):
-    """States of a run that saves nothing, of those that save before their first optimizer step, and of those resumed
-    from there.
+    """States of a run that saves nothing, of one that saves before its first optimizer step, and of those resumed from
+    there.
     """
     adamw = FusedAdamW if kind == "full" else torch.optim.AdamW
 
@@ -468,12 +468,9 @@ def saved_before_the_first_step(kind, rank, folder, *, is_folder):
         fit(module, strategy=strategy, rank=rank, folder=folder, **options)
         return trained_state(module)
 
-    found = {"plain": run()}
-    for where in ("at start", "in window"):
-        path = str(Path(folder) / f"early-{kind}-{where}.ckpt")
-        found[f"saved {where}"] = run(callbacks=[SaveEarly(path, is_in_window=where == "in window")])
-        found[f"resumed {where}"] = run(ckpt_path=path)
-    return found
+    paths = {where: str(Path(folder) / f"early-{kind}-{where}.ckpt") for where in ("at start", "in window")}
+    found = {"plain": run(), "saved": run(callbacks=[SaveEarly(paths)])}
+    return found | {f"resumed {where}": run(ckpt_path=path) for where, path in paths.items()}
 
 
 def narrow_adapters(*, strategy, rank=0, folder=None):
