@@ -40,15 +40,9 @@ gpu_tests = { $(PY) -m pytest -q --durations=15 --junitxml=$(GPU_LOGS)/$(1).xml 
   --max-worker-restart=0 $(foreach card,$(3),--tx popen//env:CUDA_VISIBLE_DEVICES=$(card)) $(GPU_FILES) || touch $(GPU_LOGS)/failed; } \
   2>&1 | tee $(GPU_LOGS)/$(1).log
 
-# The tests against transformers and PEFT. Left out are files that look at our code only, and tests that judge our numerics
-# and call no function of transformers that the others do not call (each test traced with sys.setprofile).
-SEAMS := tests/hf tests/patches tests/mixers tests/moe tests/fused $(addprefix --ignore=tests/, \
-  hf/test_base_digest.py hf/test_dtypes.py hf/test_expert_nf4.py hf/test_hostile_lora.py hf/loading/test_finite_weights.py \
-  patches/test_compiled.py patches/test_host_waits.py patches/test_part_exchange.py patches/test_value_points.py \
-  patches/test_weight_streaming.py mixers/test_gated_delta.py mixers/test_interpreted.py moe/test_adapters.py \
-  moe/test_fp8_experts.py moe/test_routing.py fused/test_head_shares.py fused/test_linears.py fused/test_fp8_base.py \
-  fused/test_layer_parts.py) -k 'not (two_ranks or near_to_the_truth or planted or equal_to_float64 or flex_forward \
-  or same_bits or bit_equal or needs_whole_layers or next_to_their_adapters or builds_one_mask)'
+# The tests against transformers and PEFT: those that together call every function of both that all tests of hf, patches,
+# mixers, moe and fused call (chosen by tests/support/seam_choice.py), and packed documents of every family.
+SEAMS := $(shell cat tests/seams.txt) tests/patches/test_attention.py::test_packed_documents_equal_one_by_one
 
 # The CPU tests and the doctests.
 CASES := --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests

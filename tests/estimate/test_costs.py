@@ -1,8 +1,6 @@
 """Costs from shapes alone: against what was measured on an H200, and for every family that packed attention serves."""
 
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -95,32 +93,6 @@ def test_a_kept_fused_layer_saves_these_tensors_and_no_other(model_type, head_co
     softmax_bytes = 4 * 4 * num_tokens
     # The random state of attention.
     assert saved.saved_bytes == pytest.approx(2 * num_tokens * columns + softmax_bytes, abs=512)
-
-
-WITHOUT_BITSANDBYTES = """
-import sys
-sys.modules["bitsandbytes"] = None
-from lightning_fastft.estimate.costs import model_costs
-from lightning_fastft.estimate.meta_model import Swaps
-from lightning_fastft.estimate.machines import find_gpu
-config, options = eval(sys.argv[1])
-options |= {"machine": find_gpu("H200")}
-print(model_costs(config, **options))
-try:
-    model_costs(config, swaps=Swaps(is_fused=False), **options)
-except ImportError as error:
-    sys.exit("lightning-fastft[qlora]" not in str(error))
-sys.exit("no error")
-"""
-
-
-def test_fused_layers_on_nf4_cost_the_same_without_bitsandbytes():
-    pytest.importorskip("bitsandbytes")
-    config = {"model_type": "qwen3_moe", **SMALL, **EXPERTS}
-    options = {"num_tokens": 2048, "mean_document_tokens": 512, "quantization": "nf4", "lora": 4}
-    command = [sys.executable, "-c", WITHOUT_BITSANDBYTES, repr((config, options))]
-    without = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    assert without == f"{model_costs(config, machine=H200, **options)}\n"
 
 
 def test_values_of_fused_layers_are_the_products_and_the_attention():

@@ -12,6 +12,7 @@ from lightning_fastft.kernels.delta_inputs.op import (
 )
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.handover import Handover
+from tests.support.kernel_harness import NUM_RUNS
 from tests.support.truth import Watch, assert_within_bound, fresh_memory_is_nan, poisoned, relative_error
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -96,7 +97,7 @@ def check(module, form, lengths, dtype, *, device="cpu", num_taps=4):
     with fresh_memory_is_nan():
         outputs = module.delta_inputs_forward(apart, parameters, position, form=form)
         runs = []
-        for needs_weights in (True, True, False):
+        for needs_weights in (*[True] * NUM_RUNS, False):
             out = torch.full_like(rows, 7.0)
             d_parameters = module.delta_inputs_backward(
                 d_outputs, apart, parameters, position, form=form, needs_weights=needs_weights, out=out

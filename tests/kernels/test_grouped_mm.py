@@ -19,7 +19,7 @@ from lightning_fastft.kernels.grouped_mm.op import (
 )
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS, Fp8Scales, GatheredRows, RowAddend
 from tests.support.host_waits import HostWaits
-from tests.support.kernel_harness import planted_faults
+from tests.support.kernel_harness import NUM_RUNS, planted_faults
 from tests.support.truth import assert_within_bound
 
 # Rows per expert around a tile of 16: none, one, a prime, one under and over, all to one expert.
@@ -230,11 +230,12 @@ def check_product(run, case, *, y_NO=None, step=1, is_tail_kept=True):
 
 
 def check_grad(run, case, *, dtype=None, **factors):
-    """Run twice: within the bound, bit-equal, and exactly 0 for experts without rows."""
+    """Within the bound, exactly 0 for experts without rows, and on a device bit-equal twice; the inputs stay."""
     dtype = dtype or case.x_NI.dtype
     truth, plain = grad_formula(case, torch.float64, **factors), grad_formula(case, case.x_NI.dtype, **factors)
-    results = []
-    for _ in range(2):
+    inputs, results = (case.x_NI, case.d_NO), []
+    before = [each.nan_to_num(2.0) for each in inputs]
+    for _ in range(NUM_RUNS):
         # Fresh memory holds NaN.
         torch.use_deterministic_algorithms(True)
         try:
@@ -246,7 +247,8 @@ def check_grad(run, case, *, dtype=None, **factors):
         for expert, count in enumerate(case.counts):
             assert count or (grad_EIO[expert] == 0).all(), f"expert {expert} has no rows and a gradient"
         results.append(grad_EIO)
-    assert torch.equal(*results)
+    assert all(torch.equal(other, results[0]) for other in results[1:])
+    assert all(torch.equal(each.nan_to_num(2.0), old) for each, old in zip(inputs, before))
 
 
 def public_product(backend, module=op):

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fastft.estimate.costs import model_costs
+from lightning_fastft.estimate.machines import find_gpu
+
 PACKAGE = Path(__file__).parents[2] / "lightning_fastft"
 HEAVY = ("transformers", "peft", "bitsandbytes", "triton", "datasets")
 OPTIONAL = ("bitsandbytes", "jsonargparse", "cudnn", "matplotlib", "pyarrow", "rich", "triton")
@@ -51,7 +54,7 @@ print(json.dumps({{"without heavy": len(lightning_fastft.__all__)}}), flush=True
 WITHOUT_OPTIONAL = """
 import importlib
 import transformers, peft
-blocked, names = json.loads(sys.argv[1])
+blocked, names, nf4 = json.loads(sys.argv[1])
 for name in list(sys.modules):
     if name.partition(".")[0] in blocked:
         del sys.modules[name]
@@ -64,7 +67,36 @@ for name in names:
     except ImportError as error:
         failed[name] = str(error)
 print(json.dumps({"without optional": failed}), flush=True)
+
+from lightning_fastft.estimate.costs import model_costs
+from lightning_fastft.estimate.meta_model import Swaps
+options = {**nf4, "machine": importlib.import_module("lightning_fastft.estimate.machines").find_gpu("H200")}
+found = [repr(model_costs(**options))]
+try:
+    model_costs(swaps=Swaps(is_fused=False), **options)
+except ImportError as error:
+    found.append(str(error))
+print(json.dumps({"costs": found}), flush=True)
 """
+# Arguments of the costs of a step on NF4 layers.
+NF4_COSTS = {
+    "model": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "num_tokens": 2048,
+    "mean_document_tokens": 512,
+    "quantization": "nf4",
+    "lora": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +105,7 @@ def answers():
     # The command line is made of jsonargparse; everything else does without.
     names = [name for name in modules() if not name.startswith("lightning_fastft.cli")]
     scripts = {"light": LIGHT, "without heavy": WITHOUT_HEAVY, "without optional": WITHOUT_OPTIONAL}
-    command = [sys.executable, "-c", FRESH, json.dumps(scripts), json.dumps([OPTIONAL, names])]
+    command = [sys.executable, "-c", FRESH, json.dumps(scripts), json.dumps([OPTIONAL, names, NF4_COSTS])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -99,3 +131,11 @@ def test_import_of_the_package_needs_none_of_the_heavy_packages(answers):
 @pytest.mark.slow
 def test_every_module_imports_without_the_optional_packages(answers):
     assert answers["without optional"] == {}
+
+
+@pytest.mark.slow
+def test_fused_layers_on_nf4_cost_the_same_without_bitsandbytes(answers):
+    pytest.importorskip("bitsandbytes")
+    costs, refusal = answers["costs"]
+    assert costs == repr(model_costs(**NF4_COSTS, machine=find_gpu("H200")))
+    assert "lightning-fastft[qlora]" in refusal

@@ -8,6 +8,8 @@ Each part is a list of cases that run one after the other in the same two proces
 import os
 import sys
 from collections import Counter
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +18,6 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -71,7 +72,6 @@ EQUALITY = [("full", "keep"), ("lora", "recompute"), ("nf4", "recompute")]
 DDP_EQUALITY = [*EQUALITY, ("nf4 experts", "recompute")]
 # Options of a run, of LoRA whose layers recompute unless a kind or a policy is named.
 FSDP_CHOICES = {
-    "default": {},
     "sharded adapters": {"adapters": "shard"},
     "resident": {"weights": "resident"},
     "resident, sharded adapters": {"weights": "resident", "adapters": "shard"},
@@ -134,22 +134,37 @@ class LookBeforeStep(Callback):
             pl_module.model(**self._batch)
 
 
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveCounter:
     """Counts gradient reductions, the reduce-scatters of FSDP2 and all-reduces of whole gradients, gathers of units, and
     the bytes that a rank receives in these, its own included.
     """
 
-    num_reductions = num_gathers = num_gathered_bytes = 0
+    # By the names of all versions of torch. A dispatch mode, which sees every operator, takes longer than the step.
+    REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single", "all_reduce")
+    GATHERS = ("all_gather_into_tensor", "all_gather_single")
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Few of a step's thousands of operations are collectives, and the text of one takes longer than most of them.
-        if "c10d" in func.namespace:
-            name = str(func)
-            self.num_reductions += any(word in name for word in ("reduce_scatter", "c10d.allreduce_"))
-            if "c10d._allgather_base_" in name:
-                self.num_gathers += 1
-                self.num_gathered_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
+    def __init__(self):
+        self.num_reductions = self.num_gathers = self.num_gathered_bytes = 0
+        self._patches = ExitStack()
+
+    def __enter__(self):
+        for names, count in ((self.REDUCTIONS, self._count_reduction), (self.GATHERS, self._count_gather)):
+            for name in names:
+                if real := getattr(torch.distributed, name, None):
+                    self._patches.enter_context(mock.patch.object(torch.distributed, name, partial(count, real)))
+        return self
+
+    def __exit__(self, *error):
+        self._patches.close()
+
+    def _count_reduction(self, real, *args, **options):
+        self.num_reductions += 1
+        return real(*args, **options)
+
+    def _count_gather(self, real, output_tensor, *args, **options):
+        self.num_gathers += 1
+        self.num_gathered_bytes += output_tensor.nbytes
+        return real(output_tensor, *args, **options)
 
 
 class CountBuckets(Callback):
@@ -329,6 +344,8 @@ def run_fsdp(rank, folder):
         found[kind, policy] = state
         found[kind, policy, "head"] = watch.head
         found[kind, policy, "reductions"] = watch.num_reductions
+        found[kind, policy, "gathers"] = watch.num_gathers
+        found[kind, policy, "status"] = watch.status
     for name, options in FSDP_CHOICES.items():
         options = {"kind": "lora", "policy": "recompute", **options}
         state, watch = train(strategy_name="fsdp", rank=rank, folder=folder, **options)
@@ -425,23 +442,22 @@ def checkpointed(kind, form, rank, folder, *, strategy):
 
 
 class SaveEarly(Callback):
-    """Saves before the first micro-batch, or inside the first accumulation window."""
+    """Saves before the first micro-batch, and inside the first accumulation window."""
 
-    def __init__(self, path, *, is_in_window):
-        self.path, self.is_in_window = path, is_in_window
+    def __init__(self, paths):
+        self.paths = paths
 
     def on_train_start(self, trainer, pl_module):
-        if not self.is_in_window:
-            trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.paths["at start"])
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if self.is_in_window and batch_idx == 0:
-            trainer.save_checkpoint(self.path)
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.paths["in window"])
 
 
 def saved_before_the_first_step(kind, rank, folder, *, is_folder):
-    """States of a run that saves nothing, of those that save before their first optimizer step, and of those resumed
-    from there.
+    """States of a run that saves nothing, of one that saves before its first optimizer step, and of those resumed from
+    there.
     """
     adamw = FusedAdamW if kind == "full" else torch.optim.AdamW
 
@@ -452,12 +468,9 @@ def saved_before_the_first_step(kind, rank, folder, *, is_folder):
         fit(module, strategy=strategy, rank=rank, folder=folder, **options)
         return trained_state(module)
 
-    found = {"plain": run()}
-    for where in ("at start", "in window"):
-        path = str(Path(folder) / f"early-{kind}-{where}.ckpt")
-        found[f"saved {where}"] = run(callbacks=[SaveEarly(path, is_in_window=where == "in window")])
-        found[f"resumed {where}"] = run(ckpt_path=path)
-    return found
+    paths = {where: str(Path(folder) / f"early-{kind}-{where}.ckpt") for where in ("at start", "in window")}
+    found = {"plain": run(), "saved": run(callbacks=[SaveEarly(paths)])}
+    return found | {f"resumed {where}": run(ckpt_path=path) for where, path in paths.items()}
 
 
 def narrow_adapters(*, strategy, rank=0, folder=None):

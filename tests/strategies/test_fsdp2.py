@@ -73,11 +73,16 @@ def test_gradients_are_reduced_once_per_window(two_ranks, case):
 
 
 @pytest.mark.slow
+def test_no_unit_stays_gathered_unless_asked(two_ranks):
+    # The root once, each layer in the forward and in the backward.
+    assert two_ranks["lora", "recompute", "gathers"] == [2 * NUM_UNITS - 1] * 4
+    assert "of sharded weights stay gathered" not in two_ranks["lora", "recompute", "status"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "reductions", "gathers", "told"),
     [
-        # The root once, each layer in the forward and in the backward.
-        ("default", 1, [2 * NUM_UNITS - 1] * 4, ""),
         ("sharded adapters", NUM_UNITS - 1, [2 * NUM_UNITS - 1] * 4, ""),
         ("resident", 1, [NUM_UNITS, 0, 0, 0], "3 of 3 units"),
         # The shards of adapters change in each step: only the root stays gathered for good, layers until their backward.
@@ -150,7 +155,7 @@ def test_resumed_run_equals_the_uninterrupted_one(two_ranks, kind, is_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["saved at start", "saved in window", "resumed at start"])
+@pytest.mark.parametrize("run", ["saved", "resumed at start"])
 @pytest.mark.parametrize("kind", EARLY_SAVES)
 def test_checkpoints_before_the_first_step_change_no_step(two_ranks, kind, run):
     found = two_ranks["early save", kind]

@@ -39,3 +39,8 @@ if not torch.cuda.is_available():
     # 1.3 ms, ten thousand times.
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.manual_seed_all = lambda seed: None
+
+    # Each logged value goes to its device, which copies all that Lightning knows of it; here it is there already.
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+
+    _ResultMetric.to = lambda metric, *args, **kwargs: metric
