@@ -18,8 +18,6 @@ from lightning_fastft.core.errors import HostMemoryError
 
 # Alignment of copies, for full speed of the copy engines and for any dtype.
 ALIGNMENT_BYTES = 512
-# Memory is pinned in whole pages, and no page can be pinned twice.
-_PAGE_BYTES = mmap.PAGESIZE
 # Log pinning from this size on; it takes about one second per GiB.
 SLOW_PINNING_BYTES = 2**30
 _CUDA_HOST_REGISTER_PORTABLE = 1
@@ -58,7 +56,7 @@ class PinnedSlab:
     """One block of page-locked host memory of exact size, registered once and allocated in regions.
 
     PyTorch's own pinned allocator rounds every block up to a power of two; this one rounds each region up to 512 bytes,
-    and the block to whole pages.
+    and the block to whole pages, which no other block shares.
 
     Raises:
         HostMemoryError: The memory cannot be allocated or pinned.
@@ -74,16 +72,15 @@ class PinnedSlab:
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)] if num_bytes else []
         # Marks of the last use, by start of the freed region.
         self._pending: dict[int, tuple[int, list[Mark]]] = {}
-        num_pinned = -(-self.num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:
-            whole = torch.empty(num_pinned + _PAGE_BYTES, dtype=torch.uint8)
-        except RuntimeError as error:
+            # Whole pages: memory is pinned by pages, and none can be pinned twice. torch looks for pinned memory at the
+            # start of a storage, so the storage starts with a page.
+            pages = mmap.mmap(-1, max(1, self.num_bytes), access=mmap.ACCESS_COPY)
+        except OSError as error:
             raise HostMemoryError(
                 f"The host has no {self.num_bytes / 2**30:.1f} GiB for offloaded tensors: lower host_budget. ({error})"
             ) from error
-        start = -whole.data_ptr() % _PAGE_BYTES
-        # Slabs that share a page with another one could not be pinned.
-        self._bytes = whole[start : start + num_pinned]
+        self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
         if device.type == "cuda" and num_bytes:
             self._register(device)
 

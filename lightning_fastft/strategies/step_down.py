@@ -32,8 +32,9 @@ _REMEDY = (
     "memory, or a quantised base (quantization='nf4')"
 )
 _STREAMED_REMEDY = (
-    "Streamed weights are loaded into host memory, unless adapters are computed from them (DoRA, PiSSA, EVA) or a module "
-    "of your own loads them onto the device: use other adapters, load with device_map='cpu', or raise vram_budget"
+    "Streamed weights are loaded into host memory, unless adapters are computed from them (DoRA, PiSSA, EVA) or a "
+    "module of your own loads them onto the device: use other adapters, load with device_map='cpu', or raise "
+    "vram_budget"
 )
 # Of one step: with streamed weights, without a kept layer, and once more.
 _MOST_REPEATS = 3
