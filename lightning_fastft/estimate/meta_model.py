@@ -135,6 +135,11 @@ def measure_weights(source: ModelSource, *, dtype: torch.dtype, quantization: Li
         model = build_on_meta(copy.deepcopy(source.config), dtype=dtype)
         if quantization or is_nf4:
             quantise_on_meta(model, dtype=dtype)
+    return held_bytes(model)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the memory of the weights of a model, in bytes, without constants of NF4."""
     scales = [state.absmax for item in model.parameters() if (state := getattr(item, "quant_state", None))]
     return sum(getattr(item, "held_bytes", item.nbytes) for item in (*model.parameters(), *scales))
 

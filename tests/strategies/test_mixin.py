@@ -63,9 +63,15 @@ def test_a_model_is_built_on_the_host_if_its_weights_are_streamed(weights, place
     assert find_home(module, lora=LoraConfig(use_dora=True)).type == "meta"
 
 
-@pytest.mark.parametrize(("budget", "is_streamed"), [(1.0, False), (1e-5, True)])
-def test_a_model_larger_than_the_budget_is_streamed_from_the_start(budget, is_streamed, tmp_path, monkeypatch):
-    tuner = FineTuner({**CONFIG, "vocab_size": VOCAB_SIZE}, init="random", dtype="float32", lora={"r": 2})
+@pytest.mark.parametrize(
+    ("budget", "is_given", "is_streamed"), [(1.0, False, False), (1e-5, False, True), (1e-5, True, True)]
+)
+def test_a_model_larger_than_the_budget_is_streamed_from_the_start(
+    budget, is_given, is_streamed, tmp_path, monkeypatch
+):
+    config = {**CONFIG, "vocab_size": VOCAB_SIZE}
+    made = {} if is_given else {"init": "random", "dtype": "float32"}
+    tuner = FineTuner(tiny_llama() if is_given else config, lora={"r": 2}, **made)
     checkpointing = OffloadCheckpointing("auto", vram_budget=budget, host_budget=1)
     strategy = FastFTStrategy(activations=checkpointing)
     asked = []
@@ -79,9 +85,16 @@ def test_a_model_larger_than_the_budget_is_streamed_from_the_start(budget, is_st
 
     monkeypatch.setattr(strategy, "stream_if_larger", ask)
     monkeypatch.setattr(mixin, "is_unified", lambda device: False)
-    quiet_trainer(tmp_path, strategy=strategy, max_steps=1).fit(tuner, packed_loader(1))
-    base = [item for name, item in tuner.model.named_parameters() if "lora_" not in name]
-    assert asked == [(sum(item.nbytes for item in base), "stream" if is_streamed else "auto")]
+    trainer = quiet_trainer(tmp_path, strategy=strategy, max_steps=1)
+    trainer.fit(tuner, packed_loader(1))
+    assert checkpointing.options.weights == "auto"
+    # A model that is built is on the host again after a run.
+    trainer.validate(tuner, packed_loader(1), verbose=False)
+    num_bytes = [
+        sum(item.nbytes for name, item in tuner.model.named_parameters() if is_whole or "lora_" not in name)
+        for is_whole in (False, True)
+    ]
+    assert asked == [(size, "stream" if is_streamed else "auto") for size in num_bytes]
     assert checkpointing.options.weights == "auto"
 
 

@@ -32,6 +32,7 @@ from lightning_fastft.training.model.construction import (
     open_frozen_model,
     open_source,
     place_adapters,
+    stream_if_larger,
 )
 from lightning_fastft.training.model.dtypes import (
     check_unsharded_masters,
@@ -202,6 +203,7 @@ class CausalLMModule(LightningModule):
             device=device,
         )
         is_copied_whole = self._is_built or (self.model is not None and self.lora is None)
+        stream_if_larger(self, dtype=dtype, is_sharded=mesh is not None)
         if not self._is_built:
             filler = self._build(device=device, dtype=dtype, is_sharded=mesh is not None)
         averaging = check_averaging(self._trainer, self, is_copied_whole=is_copied_whole, is_sharded=mesh is not None)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_fastft.hf.sharding.fillers import Filler
     from lightning_fastft.hf.sharding.units import AdapterPlacement
     from lightning_fastft.packing.document import Document
+    from lightning_fastft.training.model.causal_lm import CausalLMModule
     from lightning_fastft.training.model.options import ModelOptions
 
 Average = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
@@ -157,23 +158,24 @@ def find_device(module: LightningModule) -> torch.device:
     return module.device if module._trainer is None else module.trainer.strategy.root_device
 
 
-def stream_if_larger(
-    module: LightningModule,
-    source: ModelSource,
-    *,
-    dtype: torch.dtype,
-    quantization: Literal["nf4"] | None,
-    lora: LoraConfig | None,
-) -> None:
-    """Let the strategy stream the base of adapters if it is larger than the memory for the run."""
+def stream_if_larger(module: CausalLMModule, *, dtype: torch.dtype, is_sharded: bool) -> None:
+    """Let the strategy stream the base of adapters in this run, if it is larger than the memory for the run."""
     from lightning_fastft.hf.loading.source import weight_files
     from lightning_fastft.hf.sharding.fillers import reads_base
 
     strategy = None if module._trainer is None else module.trainer.strategy
-    if lora is None or reads_base(lora) or not isinstance(strategy, FastFTStrategyMixin):
+    is_computed = module.model is None and module.lora is not None and reads_base(module.lora)
+    if is_sharded or is_computed or not module.has_adapters or not isinstance(strategy, FastFTStrategyMixin):
         return
 
     def measure(budget: int) -> int:
+        model, source = module.model, module.source
+        if model is not None:
+            from lightning_fastft.estimate.meta_model import held_bytes
+
+            # A model on the device has found its place.
+            return held_bytes(model) if next(model.parameters()).device.type == "cpu" else 0
+        assert source is not None
         # A weight has one byte or more in files that are not quantised, and half a byte or more in others.
         is_quantised = getattr(source.config, "quantization_config", None) is not None
         paths = weight_files(source) if source.init == "pretrained" else []
@@ -181,7 +183,7 @@ def stream_if_larger(
             return 0
         from lightning_fastft.estimate.meta_model import measure_weights
 
-        return measure_weights(source, dtype=dtype, quantization=quantization)
+        return measure_weights(source, dtype=dtype, quantization=module.quantization)
 
     strategy.stream_if_larger(measure)
 
@@ -214,7 +216,6 @@ def open_source(
         if not is_sharded:
             from lightning_fastft.hf.loading.model import build_model
 
-            stream_if_larger(module, source, dtype=dtype, quantization=quantization, lora=lora)
             home = find_home(module, lora=lora)
             model = build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed, home=home)
             return model, None
