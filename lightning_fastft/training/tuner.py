@@ -30,7 +30,7 @@ from lightning_fastft.training.optimization.choice import (
     find_fast_parameters,
     make_schedule,
 )
-from lightning_fastft.training.optimization.schedules import apply_found_rate
+from lightning_fastft.training.optimization.schedules import apply_found_rate, apply_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
@@ -336,11 +336,13 @@ class Tuner(SavedCausalLM):
         return []
 
     def on_train_start(self) -> None:
-        """Give the rate that Lightning's LearningRateFinder found to the schedule."""
+        """Give the rate that Lightning's LearningRateFinder found to the schedule, and a resumed run its own rate."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         has_finder = any(isinstance(callback, LearningRateFinder) for callback in callbacks)
         for config in self.trainer.lr_scheduler_configs if has_finder else ():
             apply_found_rate(config.scheduler.optimizer, config.scheduler, found=self.learning_rate)
+        for config in self.trainer.lr_scheduler_configs if self.trainer.ckpt_path is not None else ():
+            apply_schedule(config.scheduler)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Run the optimizer step, then refresh the compute copies of the adapters that it has not written."""

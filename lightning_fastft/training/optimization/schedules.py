@@ -99,6 +99,17 @@ def _share_of_peak(name: str, num_steps: int, num_warmup_steps: int, end_share: 
     return end_share + (1.0 - end_share) * falling
 
 
+def apply_schedule(scheduler: Any) -> None:
+    """Give the groups of an optimizer the rates of its schedule at the present step; no-op if it is no LambdaLR.
+
+    A checkpoint restores the rates of its own schedule, which had another length if the run had.
+    """
+    if not isinstance(scheduler, LambdaLR):
+        return
+    for group, base, share in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+        group["lr"] = base * share(scheduler.last_epoch)
+
+
 def apply_found_rate(optimizer: torch.optim.Optimizer, scheduler: Any, *, found: float | None) -> None:
     """Give a rate that LearningRateFinder has set in the groups of an optimizer to their schedule too.
 
@@ -120,8 +131,9 @@ def apply_found_rate(optimizer: torch.optim.Optimizer, scheduler: Any, *, found:
     factors = [base / bases[0] if bases[0] else 1.0 for base in bases]
     if isinstance(scheduler, LambdaLR):
         scheduler.base_lrs = [found * factor for factor in factors]
-        for group, base, share in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas):
-            group.update(initial_lr=base, lr=base * share(scheduler.last_epoch))
+        for group, base in zip(groups, scheduler.base_lrs):
+            group["initial_lr"] = base
+        apply_schedule(scheduler)
     elif isinstance(scheduler, ReduceLROnPlateau):
         for group, factor in zip(groups, factors):
             group["lr"] = found * factor

@@ -67,6 +67,18 @@ def test_a_number_of_steps_stays_the_length_of_a_resumed_schedule(tmp_path):
     assert found == pytest.approx([1 - step / 8 for step in range(2, 8)])
 
 
+@pytest.mark.filterwarnings("ignore:Resumed with another setting")
+@pytest.mark.parametrize("num_epochs", [2, 4])
+def test_a_run_that_goes_on_for_longer_has_its_own_rate_from_its_first_step(tmp_path, num_epochs):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1)
+    options = {"folder": tmp_path, "enable_checkpointing": True, "num_batches": 4}
+    plain = {"warmup_steps": 0, "scheduler": "linear"}
+    shares(tuner(**plain), max_epochs=num_epochs, callbacks=[saving], **options)
+    found = shares(tuner(**plain), max_epochs=3, ckpt_path=tmp_path / "step=4.ckpt", **options)
+    # At the end of two epochs the rate of the first run is 0; of four, it is half of the peak.
+    assert found == pytest.approx([1 - step / 6 for step in range(4, 6)])
+
+
 def test_schedules_rise_and_fall_as_described():
     assert shares(tuner(warmup_steps=3), 7) == pytest.approx(
         [1 / 3, 2 / 3, 1.0, 0.904508, 0.654508, 0.345492, 0.095492], abs=1e-6
