@@ -49,6 +49,8 @@ class HostParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run functions and properties that do not need the values."""
+        if func is torch.Tensor.to and _stays(*args, **(kwargs or {})):
+            return args[0]
         # Properties, among them data and grad, arrive as method wrappers.
         if func not in _WITHOUT_VALUES and type(func).__name__ != "method-wrapper":
             raise SwapError(
@@ -60,6 +62,13 @@ class HostParameter(nn.Parameter):
             found = func(*args, **(kwargs or {}))
             # A view holds no values either.
             return found.as_subclass(cls) if isinstance(found, torch.Tensor) else found
+
+
+def _stays(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> bool:
+    """Return whether a move leaves a tensor as it is."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    is_there = device is None or (device.type == tensor.device.type and device.index in (None, tensor.device.index))
+    return is_there and dtype in (None, tensor.dtype) and not copy
 
 
 def hide_values(tensors: Iterable[torch.Tensor]) -> None:

@@ -325,9 +325,11 @@ def test_undo_gives_back_every_byte_object_and_hook(name):
         for module in model.modules()
     ]
     _, patcher = install(model)
-    assert (type(decoder_layers(model.get_base_model())[1].mlp.up_proj.base_layer.weight) is HostParameter) is (
-        name == "llama"
-    )
+    weight = decoder_layers(model.get_base_model())[1].mlp.up_proj.base_layer.weight
+    assert (type(weight) is HostParameter) is (name == "llama")
+    # A move that changes nothing reads nothing.
+    model.to("cpu")
+    assert weight.to(torch.device("cpu"), weight.dtype) is weight
     forward(model, 1)
     patcher.undo()
     patcher.undo()
