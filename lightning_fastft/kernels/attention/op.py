@@ -203,8 +203,11 @@ def _choose_on_meta(need: AttentionNeed) -> str:
 
     Else only shapes matter, and those of flash attention are the same for every call.
     """
-    is_tiled = current_recorder() is not None and choose_backend(need._replace(device_type="cuda")) == "tiled"
-    return "tiled" if is_tiled else "varlen"
+    if current_recorder() is None:
+        return "varlen"
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else need.capability
+    chosen = choose_backend(need._replace(device_type="cuda", capability=capability))
+    return chosen if chosen == "tiled" else "varlen"
 
 
 @functools.lru_cache(maxsize=64)
