@@ -64,6 +64,11 @@ class HostParameter(nn.Parameter):
             return found.as_subclass(cls) if isinstance(found, torch.Tensor) else found
 
 
+def is_plain(tensor: object) -> bool:
+    """Return whether a tensor is a parameter of no other class than torch's own, with its values hidden or not."""
+    return type(tensor) in (nn.Parameter, HostParameter)
+
+
 def _stays(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> bool:
     """Return whether a move leaves a tensor as it is."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_fastft.activations.host_parameter import is_plain
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, product_obstacle, shard_obstacle
 from lightning_fastft.fused.linear_parts import LinearPart
@@ -157,7 +158,7 @@ class Fp8Weight:
         if not weights or (self._forward_key == key if only_if_written else not weights[0].requires_grad):
             return
         self._key = key
-        if type(weights[0]) is not nn.Parameter:
+        if not is_plain(weights[0]):
             self._find_scales(weights)
             return
         forward_OI, _ = self._quantise(weights)

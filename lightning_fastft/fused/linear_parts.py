@@ -12,6 +12,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fastft.activations.host_parameter import is_plain
 from lightning_fastft.fused.active_adapters import read_adapter
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
@@ -97,7 +98,7 @@ def read_part(
 
 
 def _is_dense(weight: object, *, awaits_gather: bool) -> TypeGuard[torch.Tensor]:
-    return type(weight) is nn.Parameter or (awaits_gather and isinstance(weight, DTensor))
+    return is_plain(weight) or (awaits_gather and isinstance(weight, DTensor))
 
 
 def _base_obstacle(base: nn.Module, *, dtype: torch.dtype, awaits_gather: bool) -> str:

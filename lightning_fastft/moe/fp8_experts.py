@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_fastft.activations.host_parameter import is_plain
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status, summarize_obstacles
 from lightning_fastft.hf.expert_nf4 import stack_names
@@ -68,7 +69,7 @@ class Fp8Stack:
             return "the weights are sharded (FSDP2)"
         if find_axis(self._module) is not None:
             return "the experts are spread over ranks (expert_parallel)"
-        if type(weight) is not nn.Parameter:
+        if not is_plain(weight):
             return f"the weights are {type(weight).__name__}"
         reason = self.owner.obstacle(weight.device, weight.dtype)
         if reason:
