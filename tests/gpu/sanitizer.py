@@ -69,6 +69,17 @@ def adamw_step(triton):
     )
 
 
+def attention(triton):
+    documents = triton.Documents(whole([0, 3, 70, 71]), whole([0] * 3 + [1] * 67 + [2]))
+    for width, window in ((64, 5), (128, None)):
+        q, k, v, d_out = (numbers(71, heads, width, dtype=torch.float16) for heads in (4, 2, 2, 4))
+        options = {"scale": 0.1, "window": window}
+        out, lse = triton.attend(q, k, v, documents, sink_H=numbers(4) if window else None, **options)
+        options |= {"lse_HT": lse, "d_out_THW": d_out}
+        _, delta = triton.query_gradient(q, k, v, documents, out_THW=out, **options)
+        triton.key_gradients(q, k, v, documents, delta_HT=delta, **options)
+
+
 def block_diagonal(triton):
     out = torch.empty(8, 12, device=DEVICE)[:, :9]
     triton.write_block_diagonal(out, [numbers(5, 3), numbers(3, 6)])

@@ -10,7 +10,7 @@ of the tile itself are masked.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -309,11 +309,15 @@ def attend(
     num_tokens, num_heads, width = q_THW.shape
     out_THW = q_THW.new_empty(q_THW.shape)
     lse_HT = q_THW.new_empty((num_heads, num_tokens), dtype=torch.float32)
-    _launch(
-        _forward_kernel, tiles or FORWARD_TILES[width], False, (q_THW, k_TGW, v_TGW), documents,
-        (out_THW if sink_H is None else sink_H, out_THW, lse_HT), scale=scale, window=window,
+    tiles = tiles or FORWARD_TILES[width]
+    launch(
+        _forward_kernel,
+        (ceil_div(num_tokens, tiles.queries) * num_heads,),
+        *(q_THW, k_TGW, v_TGW, *documents, out_THW if sink_H is None else sink_H, out_THW, lse_HT),
+        *_numbers(q_THW, k_TGW, v_TGW, scale=scale, window=window),
         HAS_SINK=sink_H is not None,
-    )  # fmt: skip
+        **_constants(q_THW, k_TGW, window=window, tiles=tiles),
+    )
     return out_THW, lse_HT
 
 
@@ -334,11 +338,16 @@ def query_gradient(
 
     Outputs and their gradient must be contiguous.
     """
+    num_tokens, num_heads, width = q_THW.shape
     d_q_THW, delta_HT = q_THW.new_empty(q_THW.shape), torch.empty_like(lse_HT)
-    _launch(
-        _query_grad_kernel, tiles or QUERY_GRAD_TILES[q_THW.shape[2]], False, (q_THW, k_TGW, v_TGW), documents,
-        (out_THW, lse_HT, d_out_THW, d_q_THW, delta_HT), scale=scale, window=window,
-    )  # fmt: skip
+    tiles = tiles or QUERY_GRAD_TILES[width]
+    launch(
+        _query_grad_kernel,
+        (ceil_div(num_tokens, tiles.queries) * num_heads,),
+        *(q_THW, k_TGW, v_TGW, *documents, out_THW, lse_HT, d_out_THW, d_q_THW, delta_HT),
+        *_numbers(q_THW, k_TGW, v_TGW, scale=scale, window=window),
+        **_constants(q_THW, k_TGW, window=window, tiles=tiles),
+    )
     return d_q_THW, delta_HT
 
 
@@ -356,45 +365,35 @@ def key_gradients(
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of keys and values per query head, both (T, H, W); delta_HT is that of query_gradient."""
+    num_tokens, num_heads, width = q_THW.shape
     d_k_THW, d_v_THW = q_THW.new_empty(q_THW.shape), q_THW.new_empty(q_THW.shape)
-    _launch(
-        _key_grad_kernel, tiles or KEY_GRAD_TILES[q_THW.shape[2]], True, (q_THW, k_TGW, v_TGW), documents,
-        (lse_HT, d_out_THW, delta_HT, d_k_THW, d_v_THW), scale=scale, window=window,
-    )  # fmt: skip
+    tiles = tiles or KEY_GRAD_TILES[width]
+    launch(
+        _key_grad_kernel,
+        (ceil_div(num_tokens, tiles.keys) * num_heads,),
+        *(q_THW, k_TGW, v_TGW, *documents, lse_HT, d_out_THW, delta_HT, d_k_THW, d_v_THW),
+        *_numbers(q_THW, k_TGW, v_TGW, scale=scale, window=window),
+        **_constants(q_THW, k_TGW, window=window, tiles=tiles),
+    )
     return d_k_THW, d_v_THW
 
 
-def _launch(
-    kernel: Any,
-    tiles: Tiles,
-    is_by_keys: bool,
-    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    documents: Documents,
-    others: tuple[torch.Tensor, ...],
-    *,
-    scale: float,
-    window: int | None,
-    **constants: bool,
-) -> None:
-    """Launch a kernel with one program per query head and tile of queries, or of keys."""
-    num_tokens, num_heads, width = heads[0].shape
-    launch(
-        kernel,
-        (ceil_div(num_tokens, tiles.keys if is_by_keys else tiles.queries) * num_heads,),
-        *heads,
-        *documents,
-        *others,
-        *(stride for x_THW in heads for stride in x_THW.stride()[:2]),
-        num_tokens,
-        window or 0,
-        float(scale),
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // heads[1].shape[1],
-        HAS_WINDOW=window is not None,
-        **constants,
-        WIDTH=width,
-        BLOCK_M=tiles.queries,
-        BLOCK_N=tiles.keys,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+def _numbers(*heads: torch.Tensor, scale: float, window: int | None) -> tuple[int | float, ...]:
+    """Return the strides of tokens and heads, the number of tokens, the window (0 for none) and the scale."""
+    strides = (stride for x_THW in heads for stride in x_THW.stride()[:2])
+    return (*strides, heads[0].shape[0], window or 0, float(scale))
+
+
+def _constants(q_THW: torch.Tensor, k_TGW: torch.Tensor, *, window: int | None, tiles: Tiles) -> dict[str, int | bool]:
+    """Return the compile-time constants that all kernels have, and the launch options."""
+    num_heads, width = q_THW.shape[1:]
+    return {
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // k_TGW.shape[1],
+        "HAS_WINDOW": window is not None,
+        "WIDTH": width,
+        "BLOCK_M": tiles.queries,
+        "BLOCK_N": tiles.keys,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
