@@ -295,12 +295,9 @@ class RolloutDataModule(LightningDataModule):
             seed=seed,
         )
         check_groups(
-            groups,
-            num_prompts=len(prompts),
-            num_completions=self.num_completions,
-            max_new_tokens=self.max_new_tokens,
+            groups, num_prompts=len(prompts), num_completions=self.num_completions, max_new_tokens=self.max_new_tokens,
             vocab_size=tuner.vocab_size,
-        )
+        )  # fmt: skip
         rows = [self._rows[index] for index in chosen]
         rewards = judge(rows, groups, rewards=self.rewards, tokenizer=tuner.tokenizer)
         rollouts = [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
