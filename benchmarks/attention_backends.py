@@ -1,0 +1,144 @@
+"""Time the attention backends on packs, forward and backward, by the lengths of the documents.
+
+    python -m benchmarks.attention_backends
+    python -m benchmarks.attention_backends --device cpu --models tiny
+
+The heads of one layer, bf16, gradients of keys and values per query head as fused layers take them. Packs of 8,192
+tokens: two of the ruler (documents of 512 on average), and documents of 2,048, 4,096 and 8,192. Every backend is
+compared with the first one before it is timed: outputs and gradients of queries. Then 5 warm-up runs and 30 timed ones.
+The order of backends in kernels/attention/op.py was chosen by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.results import append_rows
+from benchmarks.ruler.cases import versions
+from benchmarks.ruler.measure import StepClock, summarise_ms
+from benchmarks.ruler.workloads import WORKLOADS, make_packs
+from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.kernels.attention.op import packed_attention
+from lightning_fastft.packing.context import BatchContext
+
+NUM_WARMUP, NUM_RUNS = 5, 30
+BACKENDS = {"cuda": ("varlen", "tiled", "cudnn"), "cpu": ("sdpa", "reference")}
+# Relative difference of two roundings of the same sums.
+BOUND = 1e-2
+
+
+class Heads(NamedTuple):
+    """Query heads, key/value heads and their width; keys that a query sees, None for all."""
+
+    queries: int
+    keys: int
+    width: int
+    window: int | None = None
+
+
+MODELS = {
+    "qwen3-0.6b": Heads(16, 8, 128),
+    "qwen3-14b": Heads(40, 8, 128),
+    "qwen3-30b-a3b": Heads(32, 4, 128),
+    "gpt-oss-20b": Heads(64, 8, 64),
+    "gpt-oss-20b, window": Heads(64, 8, 64, 128),
+    "tiny": Heads(4, 2, 16, 5),
+}
+
+
+def packs_of(device: str) -> dict[str, list[int]]:
+    """Return document lengths by the name of the pack."""
+    if device == "cpu":
+        return {"3 documents": [20, 1, 11]}
+    ruler = make_packs(WORKLOADS["qwen3-0.6b-lora"])
+    found = {f"{len(pack.lengths)} documents": pack.lengths for pack in (ruler[0], ruler[3])}
+    return found | {
+        f"{8192 // length} of {length} tokens": [length] * (8192 // length) for length in (2048, 4096, 8192)
+    }
+
+
+def run(leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, backend: str) -> list[torch.Tensor]:
+    """Return the output and the gradient of the queries."""
+    out = packed_attention(
+        *leaves, context=context, scale=heads.width**-0.5, window=heads.window, softcap=None, sink_H=None,
+        backend=backend, collect=lambda *_: None,
+    )  # fmt: skip
+    found = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)[0]
+    assert found is not None
+    return [out.detach(), found]
+
+
+def measure(leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, backend: str) -> dict[str, float]:
+    """Return milliseconds of a forward and backward."""
+    clock = StepClock(is_cuda=leaves[0].is_cuda)
+    for number in range(NUM_WARMUP + NUM_RUNS + 1):
+        if number >= NUM_WARMUP:
+            clock.mark()
+        run(leaves, context, heads, backend=backend)
+    return summarise_ms(clock.read_ms())
+
+
+def rows_of(model: str, pack: str, lengths: list[int], *, device: str) -> Iterator[dict[str, Any]]:
+    """Compare the backends on one pack, print their times, and yield a row for each that can run."""
+    heads, num_tokens = MODELS[model], sum(lengths)
+    label_T = torch.full((num_tokens,), -100)
+    context = BatchContext(lengths=lengths, label_T=label_T, num_items=1).to(device)
+    torch.manual_seed(0)
+    leaves = [
+        torch.randn(num_tokens, number, heads.width, device=device).bfloat16().requires_grad_()
+        for number in (heads.queries, heads.keys, heads.keys)
+    ]
+    truth: list[torch.Tensor] = []
+    for backend in BACKENDS[device]:
+        try:
+            found = run(leaves, context, heads, backend=backend)
+        except FastFTError as error:
+            sys.stdout.write(f"{model:20} {pack:18} {backend:9} {error}\n")
+            continue
+        truth = truth or found
+        for value, true in zip(found, truth):
+            if not float((value.float() - true.float()).norm() / true.float().norm()) <= BOUND:
+                raise SystemExit(f"{model}, {pack}: {backend} differs from {BACKENDS[device][0]}")
+        times = measure(leaves, context, heads, backend=backend)
+        text = f"{times['median']:8.3f} ms [{times['p10']:.3f}, {times['p90']:.3f}]"
+        sys.stdout.write(f"{model:20} {pack:18} {backend:9} {text}\n")
+        yield {
+            "benchmark": "attention_backends",
+            "workload": f"{model}, {num_tokens} tokens, {pack}",
+            "system": backend,
+            "version": f"torch {torch.__version__.partition('+')[0]}",
+            "metric": "forward and backward",
+            "value": times["median"],
+            "p10": times["p10"],
+            "p90": times["p90"],
+            "n": times["n"],
+            "unit": "ms",
+            "command": "python -m benchmarks.attention_backends " + " ".join(sys.argv[1:]),
+            "device": versions().get("device", "cpu"),
+        }
+
+
+def main() -> int:
+    """Compare, time and append rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usual = [name for name in MODELS if name != "tiny"]
+    parser.add_argument("--models", nargs="+", default=usual, choices=tuple(MODELS))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, default=Path("runs/attention_backends"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for model in options.models:
+        for pack, lengths in packs_of(options.device).items():
+            rows = rows_of(model, pack, lengths, device=options.device)
+            append_rows(list(rows), path=options.out / "rows.csv")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
