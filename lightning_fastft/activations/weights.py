@@ -297,10 +297,13 @@ class WeightStreamer:
         for index, bytes_of_layer in enumerate(self._host):
             pieces = self._layers[index].pieces
             show_values(self._layers[index].tensors)
+            if not len(bytes_of_layer):
+                # Back on the host before another layer found no memory on the device.
+                continue
             for piece in pieces:
                 piece.tensor.data = piece.view(bytes_of_layer).to(device or piece.device, copy=True)
             if all(piece.tensor.device.type == "cpu" for piece in pieces):
-                if self._free_host is not None and len(bytes_of_layer):
+                if self._free_host is not None:
                     self._free_host(bytes_of_layer)
                 self._host[index] = bytes_of_layer.new_empty(0)
 
