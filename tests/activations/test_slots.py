@@ -1,6 +1,7 @@
 """The slab hands out every byte once and forgets nothing; a staging slot is never written under a tensor that lives."""
 
 import itertools
+import mmap
 import random
 
 import pytest
@@ -29,6 +30,13 @@ def test_regions_never_overlap_and_all_bytes_come_back():
         slab.release(region, marks=[])
     # One stretch again, not crumbs.
     assert slab.reserve(64 * ALIGNMENT_BYTES) is not None
+
+
+def test_the_storage_of_a_region_begins_with_a_page_of_the_slab():
+    """torch asks for the start of the storage whether a tensor is pinned, and pages are pinned whole."""
+    for num_bytes in (1, 5000):
+        storage = PinnedSlab(num_bytes, device=CPU).reserve(num_bytes).tensor.untyped_storage()
+        assert storage.data_ptr() % mmap.PAGESIZE == 0
 
 
 def test_what_does_not_fit_is_none():
