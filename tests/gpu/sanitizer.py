@@ -75,9 +75,7 @@ def attention(triton):
         q, k, v, d_out = (numbers(71, heads, width, dtype=torch.float16) for heads in (4, 2, 2, 4))
         options = {"scale": 0.1, "window": window}
         out, lse = triton.attend(q, k, v, documents, sink_H=numbers(4) if window else None, **options)
-        options |= {"lse_HT": lse, "d_out_THW": d_out}
-        _, delta = triton.query_gradient(q, k, v, documents, out_THW=out, **options)
-        triton.key_gradients(q, k, v, documents, delta_HT=delta, **options)
+        triton.attend_backward(q, k, v, documents, out_THW=out, lse_HT=lse, d_out_THW=d_out, **options)
 
 
 def block_diagonal(triton):

@@ -550,9 +550,7 @@ def test_attention(capability, width, window):
 
     def launch():
         out, lse = module.attend(q, k, k, documents, sink_H=torch.empty(8) if window else None, **options)
-        options.update(lse_HT=lse, d_out_THW=d_out)
-        _, delta = module.query_gradient(q, k, k, documents, out_THW=out, **options)
-        module.key_gradients(q, k, k, documents, delta_HT=delta, **options)
+        module.attend_backward(q, k, k, documents, out_THW=out, lse_HT=lse, d_out_THW=d_out, **options)
 
     kernels = compile_launches(module, capability, launch)
     # The fastest tiles for queries of width 128 exceed the registers by 88 bytes a thread.

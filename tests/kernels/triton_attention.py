@@ -17,8 +17,8 @@ from tests.support.packs import relative_error
 
 # Several documents in a tile, tiles inside one document, borders between tiles, and rows behind the pack.
 PACKS = ((5,), (75,), (3,) * 9, (16, 32, 16), (20, 1, 7, 30, 17))
-# As many keys as queries, fewer, and more where keys are the rows of a program.
-TILES = {"attend": ((16, 16), (32, 16)), "query": ((16, 16), (32, 16)), "keys": ((16, 16), (16, 32))}
+# Queries and keys of the forward and of both kernels of the backward: as many keys as queries, and fewer or more.
+TILES = (((16, 16),) * 3, ((32, 16), (32, 16), (16, 32)))
 
 
 # On a device the kernels choose their tiles, which are for 16-bit heads of real widths.
@@ -45,15 +45,14 @@ def check(module, lengths, *, window=None, has_sink=False, tiles=0, heads=(4, 2)
     document_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().to(DEVICE)
     documents = module.Documents(start_S1, document_T)
 
-    def tile(kernel):
-        return module.Tiles(*TILES[kernel][tiles], num_warps=4, num_stages=2) if DEVICE == "cpu" else None
-
+    first, *others = [module.Tiles(*sizes, num_warps=4, num_stages=2) for sizes in TILES[tiles]]
+    first, others = (first, tuple(others)) if DEVICE == "cpu" else (None, None)
     options = {"scale": SCALE, "window": window}
     sink_H = None if sink is None else sink.to(DEVICE)
-    out, lse = module.attend(q, k, v, documents, **options, sink_H=sink_H, tiles=tile("attend"))
-    known = {"lse_HT": lse, "d_out_THW": d_out}
-    d_q, delta = module.query_gradient(q, k, v, documents, out_THW=out, **known, **options, tiles=tile("query"))
-    shares = module.key_gradients(q, k, v, documents, delta_HT=delta, **known, **options, tiles=tile("keys"))
+    out, lse = module.attend(q, k, v, documents, **options, sink_H=sink_H, tiles=first)
+    d_q, *shares, delta = module.attend_backward(
+        q, k, v, documents, out_THW=out, lse_HT=lse, d_out_THW=d_out, **options, tiles=others
+    )
     d_k, d_v = (x.float().unflatten(1, (heads[1], -1)).sum(dim=2) for x in shares)
     bound = 1e-5 if dtype is torch.float32 else 1e-2
     # With one visible key the true gradients of queries and keys are zero.

@@ -87,17 +87,15 @@ class _TiledAttention(torch.autograd.Function):
         from lightning_fastft.kernels.attention import triton
 
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, *borders = ctx.saved_tensors
-        heads, documents = (q_THW, k_TGW, v_TGW), triton.Documents(*borders)
-        options = {"scale": ctx.scale, "window": ctx.window, "lse_HT": lse_HT, "d_out_THW": grads[0].contiguous()}
-        d_q_THW, delta_HT = triton.query_gradient(*heads, documents, out_THW=out_THW, **options)
+        d_q_THW, *shares, delta_HT = triton.attend_backward(
+            q_THW, k_TGW, v_TGW, triton.Documents(*borders), scale=ctx.scale, window=ctx.window, out_THW=out_THW,
+            lse_HT=lse_HT, d_out_THW=grads[0].contiguous(),
+        )  # fmt: skip
         d_k_TGW = d_v_TGW = d_sink_H = None
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            shares = triton.key_gradients(*heads, documents, delta_HT=delta_HT, **options)
-            is_shared = q_THW.shape[1] > k_TGW.shape[1]
-            if is_shared and ctx.collect is not None:
-                ctx.collect(*shares)
-            else:
-                d_k_TGW, d_v_TGW = (_sum_shares(share_THW, k_TGW.shape[1]) for share_THW in shares)
+        if ctx.collect is not None and q_THW.shape[1] > k_TGW.shape[1]:
+            ctx.collect(*shares)
+        else:
+            d_k_TGW, d_v_TGW = (_sum_shares(share_THW, k_TGW.shape[1]) for share_THW in shares)
         if sink_H is not None and ctx.needs_input_grad[3]:
             d_sink_H = -(torch.exp(sink_H.float()[:, None] - lse_HT) * delta_HT).sum(dim=1).to(sink_H.dtype)
         return d_q_THW, d_k_TGW, d_v_TGW, d_sink_H, None, None, None, None, None

@@ -321,7 +321,7 @@ def attend(
     return out_THW, lse_HT
 
 
-def query_gradient(
+def attend_backward(
     q_THW: torch.Tensor,
     k_TGW: torch.Tensor,
     v_TGW: torch.Tensor,
@@ -332,50 +332,33 @@ def query_gradient(
     out_THW: torch.Tensor,
     lse_HT: torch.Tensor,
     d_out_THW: torch.Tensor,
-    tiles: Tiles | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of the queries, and the row sums of d_out_THW * out_THW, shape (H, T) in fp32.
+    tiles: tuple[Tiles, Tiles] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, and of keys and values per query head, all (T, H, W), and the row sums of
+    d_out_THW * out_THW, shape (H, T) in fp32.
 
-    Outputs and their gradient must be contiguous.
+    Outputs and their gradient must be contiguous. The tiles are those of the two kernels.
     """
     num_tokens, num_heads, width = q_THW.shape
-    d_q_THW, delta_HT = q_THW.new_empty(q_THW.shape), torch.empty_like(lse_HT)
-    tiles = tiles or QUERY_GRAD_TILES[width]
+    d_q_THW, d_k_THW, d_v_THW = (q_THW.new_empty(q_THW.shape) for _ in range(3))
+    delta_HT = torch.empty_like(lse_HT)
+    by_queries, by_keys = tiles or (QUERY_GRAD_TILES[width], KEY_GRAD_TILES[width])
+    numbers = _numbers(q_THW, k_TGW, v_TGW, scale=scale, window=window)
     launch(
         _query_grad_kernel,
-        (ceil_div(num_tokens, tiles.queries) * num_heads,),
+        (ceil_div(num_tokens, by_queries.queries) * num_heads,),
         *(q_THW, k_TGW, v_TGW, *documents, out_THW, lse_HT, d_out_THW, d_q_THW, delta_HT),
-        *_numbers(q_THW, k_TGW, v_TGW, scale=scale, window=window),
-        **_constants(q_THW, k_TGW, window=window, tiles=tiles),
+        *numbers,
+        **_constants(q_THW, k_TGW, window=window, tiles=by_queries),
     )
-    return d_q_THW, delta_HT
-
-
-def key_gradients(
-    q_THW: torch.Tensor,
-    k_TGW: torch.Tensor,
-    v_TGW: torch.Tensor,
-    documents: Documents,
-    *,
-    scale: float,
-    window: int | None,
-    lse_HT: torch.Tensor,
-    d_out_THW: torch.Tensor,
-    delta_HT: torch.Tensor,
-    tiles: Tiles | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of keys and values per query head, both (T, H, W); delta_HT is that of query_gradient."""
-    num_tokens, num_heads, width = q_THW.shape
-    d_k_THW, d_v_THW = q_THW.new_empty(q_THW.shape), q_THW.new_empty(q_THW.shape)
-    tiles = tiles or KEY_GRAD_TILES[width]
     launch(
         _key_grad_kernel,
-        (ceil_div(num_tokens, tiles.keys) * num_heads,),
+        (ceil_div(num_tokens, by_keys.keys) * num_heads,),
         *(q_THW, k_TGW, v_TGW, *documents, lse_HT, d_out_THW, delta_HT, d_k_THW, d_v_THW),
-        *_numbers(q_THW, k_TGW, v_TGW, scale=scale, window=window),
-        **_constants(q_THW, k_TGW, window=window, tiles=tiles),
+        *numbers,
+        **_constants(q_THW, k_TGW, window=window, tiles=by_keys),
     )
-    return d_k_THW, d_v_THW
+    return d_q_THW, d_k_THW, d_v_THW, delta_HT
 
 
 def _numbers(*heads: torch.Tensor, scale: float, window: int | None) -> tuple[int | float, ...]:
