@@ -18,20 +18,14 @@ COPY_MESSAGE = (
 # Functions of a parameter that do not read its values.
 _WITHOUT_VALUES = frozenset(
     {
-        *(torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension),
-        *(torch.Tensor.stride, torch.Tensor.element_size, torch.Tensor.storage_offset, torch.Tensor.is_contiguous),
-        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.get_device, torch.Tensor.data_ptr),
-        *(
-            torch.Tensor.untyped_storage,
-            torch.Tensor.detach,
-            torch.Tensor.requires_grad_,
-            torch.is_floating_point,
-            torch.is_complex,
-            torch.numel,
-        ),
-        torch._has_compatible_shallow_copy_type,
+        *(getattr(torch.Tensor, name) for name in (
+            "data_ptr", "detach", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
+            "is_floating_point", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset",
+            "stride", "untyped_storage",
+        )),
+        *(torch.is_complex, torch.is_floating_point, torch.numel, torch._has_compatible_shallow_copy_type),
     }
-)
+)  # fmt: skip
 
 
 class HostParameter(nn.Parameter):
