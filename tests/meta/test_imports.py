@@ -7,6 +7,7 @@ import pytest
 
 from lightning_fastft.estimate.costs import model_costs
 from lightning_fastft.estimate.machines import find_gpu
+from tests.estimate.test_costs import EXPERTS, SMALL
 
 PACKAGE = Path(__file__).parents[2] / "lightning_fastft"
 HEAVY = ("transformers", "peft", "bitsandbytes", "triton", "datasets")
@@ -80,18 +81,7 @@ print(json.dumps({"costs": found}), flush=True)
 """
 # Arguments of the costs of a step on NF4 layers.
 NF4_COSTS = {
-    "model": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    "model": {"model_type": "qwen3_moe", **SMALL, **EXPERTS},
     "num_tokens": 2048,
     "mean_document_tokens": 512,
     "quantization": "nf4",
