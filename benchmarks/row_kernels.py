@@ -342,6 +342,10 @@ def row_cases(sizes: Sizes) -> list[Case]:
         "forward": (3 * gates, gate_forward(rows, expert_width)),
         "backward, activation": (6 * gates, gate_backward(rows, expert_width)),
         "backward, sums of rows": (6 * gates + 8 * rows, gate_backward(rows, expert_width, has_weights=True)),
+        "backward, sums of rows, clamped pairs": (
+            6 * gates + 8 * rows,
+            gate_backward(rows, expert_width, has_weights=True, is_gpt_oss=True),
+        ),
     }
     for num_ranks in (RANK, 4 * RANK):
         factors = 2 * num_ranks * (rows + expert_width)
@@ -537,9 +541,11 @@ def gate_forward(num_rows: int, width: int) -> Callable[[str], Run]:
     return make
 
 
-def gate_backward(num_rows: int, width: int, *, has_weights: bool = False, num_ranks: int = 0) -> Callable[[str], Run]:
+def gate_backward(
+    num_rows: int, width: int, *, has_weights: bool = False, num_ranks: int = 0, is_gpt_oss: bool = False
+) -> Callable[[str], Run]:
     """Gradients and the activation again; with routing weights a program walks over all columns of its rows, with
-    ranks it adds their product.
+    ranks it adds their product. The gate of gpt-oss alternates with the up columns.
     """
 
     def make(device: str) -> Run:
@@ -552,8 +558,9 @@ def gate_backward(num_rows: int, width: int, *, has_weights: bool = False, num_r
             if num_ranks
             else None
         )
+        form = GateForm(is_interleaved=True, activation="clamped") if is_gpt_oss else GateForm()
         return lambda module: module.gate_backward(
-            d_act_NF, gate_up_NP, form=GateForm(), weight_N=weight_N, addend=addend, need_act=True
+            d_act_NF, gate_up_NP, form=form, weight_N=weight_N, addend=addend, need_act=True
         )
 
     return make

@@ -89,6 +89,21 @@ def current_recorder() -> LaunchRecorder | None:
     return mode if isinstance(mode, LaunchRecorder) else None
 
 
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that kernels read 16 bytes at a time: the tensor itself if its rows allow it, else a copy.
+
+    Triton does so if elements of a row are contiguous and all other strides are multiples of 16. Rows inside a wider
+    buffer usually are; a rank of 8 beside them gives other strides.
+
+    Example:
+        >>> wide, odd = torch.zeros(2, 48)[:, :32], torch.zeros(2, 40)[:, :32]
+        >>> aligned_rows(wide) is wide, aligned_rows(odd) is odd
+        (True, False)
+    """
+    *strides, last = x.stride()
+    return x.contiguous() if last != 1 or any(stride & 15 for stride in strides) else x
+
+
 def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
     """Return what Triton compiles separate code for, in one loop, because every launch passes here."""
     kinds: list[Any] = []

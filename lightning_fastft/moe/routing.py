@@ -20,6 +20,7 @@ from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.expert_rows.op import combine_rows
 from lightning_fastft.kernels.expert_sort.op import sort_by_expert
 from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
+from lightning_fastft.kernels.launch import aligned_rows
 from lightning_fastft.kernels.lora_linear.op import wide_product
 from lightning_fastft.moe.expert_linears import (
     CastLinear,
@@ -207,7 +208,7 @@ class _RoutedExperts(torch.autograd.Function):
         num_chosen = weight_TK.shape[1]
         weight_N = weight_TK.reshape(-1).index_select(0, slot_N)
 
-        d_y_ND = GatheredRows(d_y_TD.contiguous(), slot_N, num_chosen)
+        d_y_ND = GatheredRows(aligned_rows(d_y_TD), slot_N, num_chosen)
         d_act_NF, d_low_2 = second.input_gradient(d_y_ND, end_E)
         d_gate_up_NP, act_NF, d_weight_N = gate_backward(
             d_act_NF,

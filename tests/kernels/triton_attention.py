@@ -38,9 +38,9 @@ def check(module, lengths, *, window=None, has_sink=False, tiles=0, heads=(4, 2)
     truth = one_by_one(*leaves, sink, lengths=lengths, window=window, softcap=None)
     truth.backward(d_out.double())
     # Rows of heads between others, as projections in one product leave them.
-    wide = torch.full((num_tokens, sum(heads) + heads[1], width), float("nan"), dtype=dtype, device=DEVICE)
-    q, k, v = (part.copy_(x) for part, x in zip(wide.split((*heads, heads[1]), dim=1), (q, k, v)))
-    d_out = d_out.to(DEVICE)
+    parts = (*heads, heads[1], heads[0])
+    wide = torch.full((num_tokens, sum(parts), width), float("nan"), dtype=dtype, device=DEVICE)
+    q, k, v, d_out = (part.copy_(x) for part, x in zip(wide.split(parts, dim=1), (q, k, v, d_out)))
     start_S1 = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     document_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().to(DEVICE)
     documents = module.Documents(start_S1, document_T)
@@ -129,6 +129,8 @@ FAULTS = {
     "end of the document": "end = tl.load(start_ptr + tl.load(document_ptr + last_key) {+ 1 => }).to(tl.int32)",
     "queries behind the window": "end = tl.minimum(end, last_key + {window => 1})",
     "whole tiles end too late": "end_whole = tl.maximum({end_whole => end} // BLOCK_M * BLOCK_M, tile + BLOCK_N)",
+    "gradient rows taken for contiguous": "rows, num_tokens, {d_out_stride => NUM_HEADS * WIDTH}, WIDTH, False)",
+    "gradient of another head": "d_out_ptr {+ head * d_out_stride_head => }, rows, num_tokens, d_out_stride",
     "values' gradient of one tile": "d_v = tl.dot(weight.to(d_out.dtype), d_out{, d_v => })",
 }
 

@@ -8,6 +8,7 @@ import torch
 
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.expert_gate.reference import GateForm, gate_forward
+from lightning_fastft.kernels.grouped_mm.reference import GatheredRows
 from lightning_fastft.moe import expert_linears as experts
 from lightning_fastft.moe.expert_linears import ExpertAdapter, ExpertLinear
 from lightning_fastft.moe.routing import run_experts
@@ -326,6 +327,32 @@ def test_copied_factors_that_do_not_fit(change):
     gate_up = gate_up._replace(adapter=with_narrow(gate_up.adapter, torch.float32)._replace(**change))
     with pytest.raises(ShapeError, match=f"{next(iter(change))} of gate_up"):
         run_experts(x_TD, expert_TK, weight_TK, gate_up=gate_up, down=down, form=SILU, num_experts=5)
+
+
+@pytest.mark.parametrize("more", [16, 8], ids=["read in place", "copied"])
+def test_a_gradient_may_be_rows_of_a_wider_buffer(more, monkeypatch):
+    """As a fused projection leaves it, with the columns of its adapters; rows that kernels read slowly are copied."""
+    x_TD, expert_TK, weight_TK, gate_up, down = make_case(rank=4)
+    x_TD, read = torch.randn(23, 32), []
+    gate_up, down = (
+        make_linear(5, *sizes, rank=4, has_bias=False, is_transposed=False)
+        for sizes in ((32, 2 * EXPERT_WIDTH), (EXPERT_WIDTH, 32))
+    )
+    real = experts.grouped_mm
+
+    def noting(x_NI, *arguments, **options):
+        read.append(x_NI.x_TI.data_ptr() if isinstance(x_NI, GatheredRows) else 0)
+        return real(x_NI, *arguments, **options)
+
+    monkeypatch.setattr(experts, "grouped_mm", noting)
+    wide = torch.randn(23, 32 + more)
+    found = []
+    for d_y_TD in (wide[:, :32].clone(), wide[:, :32]):
+        leaf = x_TD.clone().requires_grad_()
+        y_TD = run_experts(leaf, expert_TK, weight_TK, gate_up=gate_up, down=down, form=SILU, num_experts=5)
+        found.append(torch.autograd.grad(y_TD, leaf, d_y_TD)[0])
+    assert torch.equal(*found)
+    assert (wide.data_ptr() in read) == (more == 16)
 
 
 def test_two_runs_are_bit_equal():

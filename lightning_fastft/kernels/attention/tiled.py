@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastft.kernels.attention.flash import Collect, Remember, contiguous_rows
+from lightning_fastft.kernels.launch import aligned_rows
 from lightning_fastft.packing.context import BatchContext
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class _TiledAttention(torch.autograd.Function):
         q_THW, k_TGW, v_TGW, out_THW, lse_HT, sink_H, *borders = ctx.saved_tensors
         d_q_THW, *shares, delta_HT = triton.attend_backward(
             q_THW, k_TGW, v_TGW, triton.Documents(*borders), scale=ctx.scale, window=ctx.window, out_THW=out_THW,
-            lse_HT=lse_HT, d_out_THW=grads[0].contiguous(),
+            lse_HT=lse_HT, d_out_THW=aligned_rows(grads[0]),
         )  # fmt: skip
         d_k_TGW = d_v_TGW = d_sink_H = None
         if ctx.collect is not None and q_THW.shape[1] > k_TGW.shape[1]:

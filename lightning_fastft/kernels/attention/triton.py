@@ -159,7 +159,7 @@ def _query_grad_step(
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def _query_grad_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, document_ptr, out_ptr, lse_ptr, d_out_ptr, d_q_ptr, delta_ptr,
-    q_stride, q_stride_head, k_stride, k_stride_head, v_stride, v_stride_head,
+    q_stride, q_stride_head, k_stride, k_stride_head, v_stride, v_stride_head, d_out_stride, d_out_stride_head,
     num_tokens, window, scale,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -171,7 +171,7 @@ def _query_grad_kernel(
     inside = rows < num_tokens
     start_M = _first_keys(rows, num_tokens, start_ptr, document_ptr, window, HAS_WINDOW)
     q = _load_rows(q_ptr + head * q_stride_head, rows, num_tokens, q_stride, WIDTH, False)
-    d_out = _load_rows(d_out_ptr + head * WIDTH, rows, num_tokens, NUM_HEADS * WIDTH, WIDTH, False)
+    d_out = _load_rows(d_out_ptr + head * d_out_stride_head, rows, num_tokens, d_out_stride, WIDTH, False)
     out = _load_rows(out_ptr + head * WIDTH, rows, num_tokens, NUM_HEADS * WIDTH, WIDTH, False)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), axis=1)
     tl.store(delta_ptr + head * num_tokens + rows, delta, mask=inside)
@@ -227,7 +227,7 @@ def _key_grad_step(
 @triton.jit(do_not_specialize=["num_tokens", "window"])
 def _key_grad_kernel(
     q_ptr, k_ptr, v_ptr, start_ptr, document_ptr, lse_ptr, d_out_ptr, delta_ptr, d_k_ptr, d_v_ptr,
-    q_stride, q_stride_head, k_stride, k_stride_head, v_stride, v_stride_head,
+    q_stride, q_stride_head, k_stride, k_stride_head, v_stride, v_stride_head, d_out_stride, d_out_stride_head,
     num_tokens, window, scale,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -253,25 +253,24 @@ def _key_grad_kernel(
     d_k = tl.zeros((BLOCK_N, WIDTH), dtype=tl.float32)
     d_v = tl.zeros((BLOCK_N, WIDTH), dtype=tl.float32)
     log_scale = scale * LOG2_E
-    D_OUT_STRIDE: tl.constexpr = NUM_HEADS * WIDTH
     q_ptr += head * q_stride_head
-    d_out_ptr += head * WIDTH
+    d_out_ptr += head * d_out_stride_head
     lse_ptr += head * num_tokens
     delta_ptr += head * num_tokens
     for first_row in range(tile, end_masked, BLOCK_M):
         d_k, d_v = _key_grad_step(
             d_k, d_v, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, start_ptr, document_ptr, first_row, keys,
-            num_tokens, window, q_stride, D_OUT_STRIDE, log_scale, HAS_WINDOW, True, WIDTH, BLOCK_M,
+            num_tokens, window, q_stride, d_out_stride, log_scale, HAS_WINDOW, True, WIDTH, BLOCK_M,
         )  # fmt: skip
     for first_row in range(tile + BLOCK_N, end_whole, BLOCK_M):
         d_k, d_v = _key_grad_step(
             d_k, d_v, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, start_ptr, document_ptr, first_row, keys,
-            num_tokens, window, q_stride, D_OUT_STRIDE, log_scale, HAS_WINDOW, False, WIDTH, BLOCK_M,
+            num_tokens, window, q_stride, d_out_stride, log_scale, HAS_WINDOW, False, WIDTH, BLOCK_M,
         )  # fmt: skip
     for first_row in range(end_whole, end, BLOCK_M):
         d_k, d_v = _key_grad_step(
             d_k, d_v, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, start_ptr, document_ptr, first_row, keys,
-            num_tokens, window, q_stride, D_OUT_STRIDE, log_scale, HAS_WINDOW, True, WIDTH, BLOCK_M,
+            num_tokens, window, q_stride, d_out_stride, log_scale, HAS_WINDOW, True, WIDTH, BLOCK_M,
         )  # fmt: skip
     inside = keys[:, None] < num_tokens
     places = (keys[:, None].to(tl.int64) * NUM_HEADS + head) * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -337,13 +336,13 @@ def attend_backward(
     """Return the gradients of queries, and of keys and values per query head, all (T, H, W), and the row sums of
     d_out_THW * out_THW, shape (H, T) in fp32.
 
-    Outputs and their gradient must be contiguous. The tiles are those of the two kernels.
+    Outputs must be contiguous, and so must the last axis of their gradient. The tiles are those of the two kernels.
     """
     num_tokens, num_heads, width = q_THW.shape
     d_q_THW, d_k_THW, d_v_THW = (q_THW.new_empty(q_THW.shape) for _ in range(3))
     delta_HT = torch.empty_like(lse_HT)
     by_queries, by_keys = tiles or (QUERY_GRAD_TILES[width], KEY_GRAD_TILES[width])
-    numbers = _numbers(q_THW, k_TGW, v_TGW, scale=scale, window=window)
+    numbers = _numbers(q_THW, k_TGW, v_TGW, d_out_THW, scale=scale, window=window)
     launch(
         _query_grad_kernel,
         (ceil_div(num_tokens, by_queries.queries) * num_heads,),

@@ -132,8 +132,10 @@ def _row_loss_kernel(
         tl.store(entropy_ptr + row, tl.where(is_trained, tl.log(total) - moment / total, 0.0))
 
     if WRITE_GRADIENT:
-        for start in range(0, num_columns, DEPTH * LANES):
-            cols = start + tile_cols
+        # Backwards: the columns that were read last are still in the L2 cache.
+        last = (num_columns - 1) // (DEPTH * LANES) * (DEPTH * LANES)
+        for walked in range(0, num_columns, DEPTH * LANES):
+            cols = last - walked + tile_cols
             inside = cols < num_columns
             raw = tl.load(row_ptr + cols, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             value = scale_and_cap(raw, scale, softcap, HAS_SOFTCAP)

@@ -49,15 +49,6 @@ _NORMAL_DENSITY = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
-def _divide(dividend, divisor, IS_WIDE: tl.constexpr):
-    """Return the quotient, rounded to nearest if IS_WIDE.
-
-    Triton's fp32 division has an error of up to 2 ulp, which rounding to a narrow dtype hides.
-    """
-    return tl.div_rn(dividend, divisor) if IS_WIDE else dividend / divisor
-
-
-@triton.jit
 def _num_written(num_rows, last_end_ptr, HAS_END: tl.constexpr):
     """Return the number of rows that have an expert."""
     if HAS_END:
@@ -91,12 +82,15 @@ def _gate_and_slopes(raw_gate, raw_up, limit, alpha, ACTIVATION: tl.constexpr, I
         # The sigmoid and its complement through exp(-|x|), which cannot overflow.
         decay = tl.exp(-tl.abs(exponent))
         is_negative = exponent < 0.0
-        larger = _divide(tl.full(decay.shape, 1.0, tl.float32), 1.0 + decay, IS_WIDE)
+        # Triton's fp32 division has an error of up to 2 ulp, which rounding to a narrow dtype hides.
+        one = tl.full(decay.shape, 1.0, tl.float32)
+        larger = tl.div_rn(one, 1.0 + decay) if IS_WIDE else one / (1.0 + decay)
         smaller = decay * larger
         share = tl.where(is_negative, smaller, larger)
         share_slope = smaller * larger * exponent_slope
-        # One rounding less than gate * share.
-        glu = _divide(tl.where(is_negative, gate * decay, gate), 1.0 + decay, IS_WIDE)
+        # One rounding less than gate * share. A second division would take time that a narrow dtype does not need.
+        raw_glu = tl.where(is_negative, gate * decay, gate)
+        glu = tl.div_rn(raw_glu, 1.0 + decay) if IS_WIDE else raw_glu * larger
 
     gate_slope = factor * (share + gate * share_slope)
     up_slope = glu
