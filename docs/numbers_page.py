@@ -54,9 +54,9 @@ Every figure on this page is in [benchmarks/results.csv](../benchmarks/results.c
 what is timed. Models have their real shapes and random weights.
 
 ## Headlines
-For each workload, the table has the newest run that measured ours with another system. Rows marked \\* are the newest
-rows of the other systems' other settings, from earlier runs on the same GPU. Settings are named as in
-[benchmarks/README.md](../benchmarks/README.md#one-command): `keep`, `recompute` and `auto` are policies for
+For each workload, the table has the newest run that measured ours beside the fastest known setting of each other system
+in it. Rows marked \\* are the newest rows of the other systems' other settings, on the same GPU. Settings are named as
+in [benchmarks/README.md](../benchmarks/README.md#one-command): `keep`, `recompute` and `auto` are policies for
 activations, `unsloth` is Unsloth's default, and `off` is Unsloth without checkpointing. CUDA graphs use reserved
 memory, so rows with `graphs` show it as allocated. Host syncs with a + were counted from the arrival of a batch to
 the end of its backward, without the optimizer. *Device memory* is the memory in use that nvidia-smi
@@ -344,7 +344,8 @@ def newest(entries: Iterable[Entry], key: Callable[[Entry], object]) -> list[Ent
 
 
 def find_headline(entries: Sequence[Entry], workload: str) -> tuple[list[Entry], list[Entry]]:
-    """Return the newest run that measured ours with another system, and the other systems' other rows on that GPU.
+    """Return the newest run that measured ours beside the fastest known settings of other systems on that GPU, else the
+    newest that measured ours beside any; and the other systems' other rows on that GPU.
 
     A run with Unsloth or TRL comes before one with plain transformers only.
     """
@@ -355,11 +356,20 @@ def find_headline(entries: Sequence[Entry], workload: str) -> tuple[list[Entry],
     for others in (PEERS, ("plain",)):
         joint = [run for run in runs.values() if {"ours"} <= {e.system for e in run} and _of(run, others)]
         if joint:
-            run = max(joint, key=lambda found: max(e.order for e in found))
+            run = max(joint, key=lambda found: (_has_fastest(found, own), max(e.order for e in found)))
             labels = {entry.label for entry in run}
             rest = newest((e for e in own if e.system != "ours" and e.device == run[0].device), lambda e: e.label)
             return run, [entry for entry in rest if entry.label not in labels]
     return [], []
+
+
+def _has_fastest(run: Sequence[Entry], own: Sequence[Entry]) -> bool:
+    """Return whether a run has the fastest known setting of each other system in it, on its GPU."""
+    for system in {entry.system for entry in run} - {"ours"}:
+        known = [entry for entry in own if entry.system == system and entry.device == run[0].device]
+        if fastest(known).setting not in {entry.setting for entry in run if entry.system == system}:
+            return False
+    return True
 
 
 def write_headlines(entries: Sequence[Entry]) -> str:

@@ -16,11 +16,11 @@ from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET
 from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 
-# 8 lanes for each thread of 8 warps: a bf16 read has 16 bytes, and 4 such reads are in flight at once. The candidates,
-# and the form with two reductions over all threads per tile, are measured by python -m benchmarks.row_kernels --only
-# cross_entropy --tiles --forms.
+# 8 lanes for each thread of 8 warps: a bf16 read has 16 bytes, and 2 such reads are in flight at once. Four take 1.09
+# times as long on an H200 (2,048 rows of 151,936 or 201,088 columns: python -m benchmarks.row_kernels --only
+# cross_entropy --tiles).
 MAX_LANES = 2048
-MAX_DEPTH = 4
+MAX_DEPTH = 2
 NUM_WARPS = 8
 
 # Below every logit except -inf. A lane that has seen only -inf computes -inf minus this value, never -inf minus -inf.
