@@ -30,7 +30,7 @@ from lightning_fastft.packing.prefixes import PrefixKeys
 
 BACKENDS = ("tiled", "varlen", "cudnn", "flex", "sdpa", "reference")
 # From this length on cuDNN is faster than our tiled kernels (forward and backward on an H200, 32 query and 4 key heads:
-# 1.29x at 8192, 1.26x at 4096, 0.75x at 2048, 0.43x at 512: python -m benchmarks.attention_backends).
+# 1.30x at 8192, 1.24x at 4096, slower at 2048: python -m benchmarks.attention_backends).
 CUDNN_MIN_DOCUMENT_LENGTH = 4096
 CUDNN_HEAD_WIDTH = 128
 # A new token count costs cuDNN up to 1 s to build a plan, so cuDNN is chosen only for packs padded to a recurring

@@ -42,7 +42,7 @@ def tiled_attention(
         Scores of visible keys, and of the hidden ones in tiles at the borders of documents; in the backward they are
         computed twice, once for the queries and once for the keys. Memory linear in T: the backward holds keys and
         values of every query head, 4 T H W bytes. No host sync. Forward and backward of 32 query and 4 key heads of
-        width 128 on an H200, 8,192 tokens: 0.86 ms in 19 documents, torch's flash kernels 1.23 ms; 5.1 and 6.6 ms in
+        width 128 on an H200, 8,192 tokens: 0.84 ms in 19 documents, torch's flash kernels 1.20 ms; 5.1 and 6.5 ms in
         one document (``python -m benchmarks.attention_backends`` measures them).
 
     Source:
