@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+# The compiler may fuse a product and a sum unless a kernel says otherwise: Triton 3.9 warns, and 3.10 does not, by
+# default.
+DEFAULT_OPTIONS = {"enable_fp_fusion": True}
 # Attribute of a kernel: what it was compiled to, by the kinds of its arguments.
 _ATTRIBUTE = "fastft_compiled"
 
@@ -42,7 +45,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if recorder is not None:
         recorder.launches.setdefault((kernel, *key), Launch(kernel, arguments, options))
         return
-    made = kernel[grid](*arguments, **options)
+    made = kernel[grid](*arguments, **{**DEFAULT_OPTIONS, **options})
     # Triton's interpreter compiles nothing. On AMD the size of a tensor matters too.
     if made is not None and torch.version.hip is None:
         compiled[key] = made, tuple(options[name] for name in kernel.arg_names[len(arguments) :])
@@ -57,7 +60,7 @@ class Launch(NamedTuple):
 
     def compile(self) -> None:
         """Compile the kernel for the current CUDA device, build Triton's launcher for it, and load both."""
-        made = self.kernel.warmup(*self.arguments, grid=(1,), **self.options)
+        made = self.kernel.warmup(*self.arguments, grid=(1,), **{**DEFAULT_OPTIONS, **self.options})
         # Prepares a launch, and launches nothing.
         _ = made[1, 1, 1]
 

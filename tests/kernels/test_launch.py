@@ -47,6 +47,8 @@ class Compiled:
 
 ROWS = torch.zeros(64)
 OPTIONS = {"BLOCK": 128, "HAS_BIAS": True, "num_warps": 4}
+# As the compiler gets them.
+COMPILED_OPTIONS = {**OPTIONS, "enable_fp_fusion": True}
 
 
 def test_a_compiled_kernel_gets_a_grid_of_three_and_its_constants_in_their_order():
@@ -55,7 +57,7 @@ def test_a_compiled_kernel_gets_a_grid_of_three_and_its_constants_in_their_order
     launch(kernel, (3, 4), ROWS, 48, 0.25, **OPTIONS)
     assert kernel.num_compiled == 1
     assert kernel.launched == [
-        ((2,), (ROWS, 32, 0.5), OPTIONS),
+        ((2,), (ROWS, 32, 0.5), COMPILED_OPTIONS),
         ((3, 4, 1, 1), (ROWS, 48, 0.25, True, 128)),
     ]
 
@@ -93,6 +95,12 @@ def test_1_is_compiled_for_apart_from_other_odd_numbers():
     for size in (33, 1, 33, 1):
         launch(kernel, (1,), ROWS, size, 0.5, **OPTIONS)
     assert kernel.num_compiled == 2
+
+
+def test_a_kernel_that_wants_every_rounding_keeps_its_option():
+    kernel = Kernel()
+    launch(kernel, (1,), ROWS, 32, 0.5, **OPTIONS, enable_fp_fusion=False)
+    assert kernel.launched == [((1,), (ROWS, 32, 0.5), {**OPTIONS, "enable_fp_fusion": False})]
 
 
 def test_an_interpreted_kernel_runs_at_every_launch():
@@ -159,7 +167,9 @@ def test_launches_are_compiled_in_threads_of_the_device(no_device):
     compilation = Compilation(launches, device=torch.device("cuda", 3), num_threads=2)
     compilation.wait()
     for kernel in kernels:
-        assert [(arguments, options) for arguments, options, _ in kernel.warmed] == [((n,), OPTIONS) for n in range(3)]
+        assert [(arguments, options) for arguments, options, _ in kernel.warmed] == [
+            ((n,), COMPILED_OPTIONS) for n in range(3)
+        ]
         assert all("fastft-compile" in thread for *_, thread in kernel.warmed)
     assert set(no_device) == {torch.device("cuda", 3)}
     assert not [thread for thread in threading.enumerate() if "fastft-compile" in thread.name]
