@@ -44,6 +44,8 @@ OTHER_HEADLINES = ("dpo qwen3-8b-lora", "grpo qwen3-8b-lora", "qwen3-vl-8b")
 HEADLINES = (*(row.workload for row in ROWS.values() if row.workload != "tiny"), *OTHER_HEADLINES)
 HEADLINE_BENCHMARKS = ("compare", "train_step", "moe", "tuners", "images")
 PEERS = ("unsloth", "trl")
+# In the label of a setting that was measured once more.
+CONTROL = " A/A"
 BITS = {"adamw_8bit": "8-bit", "adamw_fused_8bit": "8-bit", "adamw_fused": "32-bit"}
 TEMPLATE = """\
 <!-- Written by `python docs/generate.py`; edit docs/numbers_page.py, not this file. -->
@@ -55,17 +57,23 @@ what is timed. Models have their real shapes and random weights.
 
 ## Headlines
 For each workload, the table has the newest run that measured ours beside the fastest known setting of each other system
-in it. Rows marked \\* are the newest rows of the other systems' other settings, on the same GPU. Settings are named as
-in [benchmarks/README.md](../benchmarks/README.md#one-command): `keep`, `recompute` and `auto` are policies for
-activations, `unsloth` is Unsloth's default, and `off` is Unsloth without checkpointing. CUDA graphs use reserved
-memory, so rows with `graphs` show it as allocated. Host syncs with a + were counted from the arrival of a batch to
-the end of its backward, without the optimizer. *Device memory* is the memory in use that nvidia-smi
-reports; older rows lack it. *Steps* is the number of timed steps; rows with fewer than {num_row_steps} are short.
-*{num_whole_steps} steps, s (partly extrapolated)* is the time of a run of {num_whole_steps} steps from its first batch:
-the first steps, with recordings, plans and compilation, and the timed ones are measured; the mean of the timed steps
-counts for those that are left. The number in the last column refers to the commands below the table, with the raw log
-where there is one; a test computes the rows of a log again. `python -m benchmarks.compare --row NAME` measures all
-systems of a workload in one run.
+in it, or beside any if no run has that. Rows marked \\* are the newest rows of the other systems' other settings, on
+the same GPU. Settings are named as in [benchmarks/README.md](../benchmarks/README.md#one-command): `keep`, `recompute`
+and `auto` are policies for activations, `unsloth` is Unsloth's default, and `off` is Unsloth without checkpointing.
+
+- *Repeated* is the time of the same setting, measured once more in the run (A/A).
+- *Steps* is the number of timed steps; rows with fewer than {num_row_steps} are short.
+- CUDA graphs use reserved memory, so rows with `graphs` show it as allocated. *Device memory* is the memory in use that
+  nvidia-smi reports; older rows lack it.
+- Host syncs with a + were counted from the arrival of a batch to the end of its backward, without the optimizer. The
+  8-bit optimizer of bitsandbytes waits once per tensor: in rows of TRL, and in ours of `benchmarks.train_step` with
+  8-bit moments.
+- *{num_whole_steps} steps, s (partly extrapolated)* is the time of a run of {num_whole_steps} steps from its first
+  batch: the first steps, with recordings, plans and compilation, and the timed ones are measured; the mean of the timed
+  steps counts for those that are left.
+- The number in the last column refers to the commands below the table, with the raw log where there is one; a test
+  computes the rows of a log again. `python -m benchmarks.compare --row NAME` measures all systems of a workload in one
+  run.
 
 {headlines}
 
@@ -376,19 +384,23 @@ def write_headlines(entries: Sequence[Entry]) -> str:
     """Return the table of headlines and the list of its commands."""
     commands = Commands()
     lines = _head(
-        "workload", "system", "setting", "optimizer", "ms", "steps", "per second", "allocated GiB", "reserved GiB",
-        "device memory GiB", "host syncs", f"{NUM_WHOLE_STEPS} steps, s (partly extrapolated)", "device", "date",
-        "command",
+        "workload", "system", "setting", "optimizer", "ms", "repeated, ms", "steps", "per second", "allocated GiB",
+        "reserved GiB", "device memory GiB", "host syncs", f"{NUM_WHOLE_STEPS} steps, s (partly extrapolated)",
+        "device", "date", "command",
     )  # fmt: skip
     for workload in HEADLINES:
         run, earlier = find_headline(entries, workload)
-        for entry in (*sorted(run, key=lambda e: (e.system != "ours", e.figures["ms"])), *earlier):
+        again = {entry.label.replace(CONTROL, ""): entry for entry in run if CONTROL in entry.label}
+        first = [entry for entry in run if CONTROL not in entry.label]
+        for entry in (*sorted(first, key=lambda e: (e.system != "ours", e.figures["ms"])), *earlier):
             mark = r" \*" if entry in earlier else ""
+            repeated = again.get(entry.label) if entry in run else None
             unit = "tokens" if "tokens" in entry.figures else "examples"
             lines.append(
                 _line(
                     workload, entry.system + mark, f"`{entry.setting}`", BITS.get(entry.optimizer, ""),
-                    format_figure(entry.figures["ms"]), entry.num_steps, f"{format_figure(entry.rate)} {unit}",
+                    format_figure(entry.figures["ms"]), _figure(repeated, "ms") if repeated else "", entry.num_steps,
+                    f"{format_figure(entry.rate)} {unit}",
                     _figure(entry, "allocated"), _figure(entry, "reserved"), _figure(entry, "device memory"),
                     _host_syncs(entry), _figure(entry, "whole run"), short_device(entry.device), entry.date,
                     commands.cite(entry),
@@ -407,7 +419,7 @@ def write_ratios(entries: Sequence[Entry]) -> str:
     """Return how ours compares with each other system in the runs of the headlines."""
     lines = _head("workload", "other system", "8-bit moments", "32-bit moments", "best of each", "allocated GiB")
     for workload in HEADLINES:
-        run = [e for e in find_headline(entries, workload)[0] if "A/A" not in e.label and "fp8" not in e.label]
+        run = [e for e in find_headline(entries, workload)[0] if CONTROL not in e.label and "fp8" not in e.label]
         for other in dict.fromkeys(entry.system for entry in run if entry.system != "ours"):
             cells = [_best_pair(run, other, bits) for bits in ("8-bit", "32-bit", None)]
             ratios = [f"{pair[0].rate / pair[1].rate:.2f}" if pair else "" for pair in cells]
@@ -610,7 +622,7 @@ def write_readme_headlines(path: Path = RESULTS) -> str:
         "one GPU", "ours", "Unsloth, default", "Unsloth, fastest", "equal moments", "best", "run"
     )  # fmt: skip
     for title, name, setting in README_LINES:
-        run = [e for e in find_named_run(entries, name) if "A/A" not in e.label]
+        run = [e for e in find_named_run(entries, name) if CONTROL not in e.label]
         ours = [e for e in run if _short_label(e) == f"ours {setting}"]
         others = [e for e in run if e.system == "unsloth"]
         default = [e for e in others if e.setting == "unsloth"]
