@@ -54,15 +54,44 @@ def digest_tensors(model: nn.Module, *, is_trained_too: bool) -> str:
             and parameter.numel()
             and not parameter.is_meta
         ):
-            flat_N = parameter.detach().reshape(-1)
-            sample_N = flat_N[:: max(1, flat_N.numel() // NUM_VALUES)][:NUM_VALUES].float()
-            # A model may be on several devices.
-            samples.append(sample_N if not samples else sample_N.to(samples[0].device))
+            samples.append(_sample(parameter).float())
             names.append(f"{name} {parameter.dtype} {tuple(parameter.shape)}")
     if not names:
         return ""
-    values = torch.cat(samples).cpu().numpy().tobytes()
-    return "tensors:" + hashlib.sha256("\n".join(names).encode() + values).hexdigest()
+    return "tensors:" + hashlib.sha256("\n".join(names).encode() + _join_samples(samples)).hexdigest()
+
+
+def digest_values(model: nn.Module) -> str:
+    """Return a digest of names, shapes and sampled values that is the same in fp32 and bf16, and for a model that was
+    given and one that was read from files; an empty string if a parameter is quantised, fp16, empty or on the meta
+    device, or if the model has adapters.
+
+    Cost:
+        One copy of 64 values per tensor to the host, and one host sync.
+    """
+    parameters = dict(model.named_parameters())
+    are_known = all(
+        type(parameter) is nn.Parameter
+        and parameter.dtype in (torch.float32, torch.bfloat16)
+        and parameter.numel()
+        and not parameter.is_meta
+        for parameter in parameters.values()
+    )
+    if not parameters or not are_known or hasattr(model, "peft_config"):
+        return ""
+    names = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in parameters.items())
+    samples = [_sample(parameter).bfloat16().float() for parameter in parameters.values()]
+    return "values:" + hashlib.sha256(names.encode() + _join_samples(samples)).hexdigest()
+
+
+def _sample(parameter: nn.Parameter) -> torch.Tensor:
+    flat_N = parameter.detach().reshape(-1)
+    return flat_N[:: max(1, flat_N.numel() // NUM_VALUES)][:NUM_VALUES]
+
+
+def _join_samples(samples: Sequence[torch.Tensor]) -> bytes:
+    # A model may be on several devices.
+    return torch.cat([sample_N.to(samples[0].device) for sample_N in samples]).cpu().numpy().tobytes()
 
 
 def _digest_file(path: Path) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Limits above the width of any layer; an adapter is scaled by alpha divided by rank.
 LARGEST_RANK, LARGEST_ALPHA = 2**16, 2.0**20
 # Limits of the iterations of an initialisation, and of the layers after replication.
-MOST_ROUNDS, MOST_LAYERS = 100, 10_000
+MOST_ROUNDS = 100
 # A good pattern matches all names of a model within milliseconds; catastrophic backtracking can take years.
 PATTERN_SECONDS, LONGEST_PATTERN = 10.0, 10_000
 _QUANTIFIER = re.compile(r"[*+?{]")
@@ -216,14 +216,11 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
                 "lora names a file (cache_file or covariance_file), which is neither read nor written. Remove the "
                 "field."
             )
-    replicated = lora.layer_replication or []
-    try:
-        num_layers = sum(end - begin for begin, end in replicated)
-    except (TypeError, ValueError):
+    if lora.layer_replication:
         raise OptionError(
-            f"lora.layer_replication must be a list of pairs (first, last), got {replicated!r}."
-        ) from None
-    check_int("Number of layers after lora.layer_replication", num_layers, low=0, high=MOST_LAYERS)
+            "lora.layer_replication is not supported: copies of a layer share one weight, and run the attention of "
+            "transformers. Remove it, or save a model with the layers repeated and train on its folder."
+        )
     return lora
 
 

@@ -227,14 +227,16 @@ def _refuse_unused_names(model: nn.Module, lora: LoraConfig) -> None:
             f"[{', '.join(part.strip() for part in lora.target_modules.split(','))}]."
         )
     modules = {end for name, _ in model.named_modules() for end in _ends(name)}
-    given = {field: getattr(lora, field) or () for field in ("modules_to_save", "rank_pattern", "alpha_pattern")}
-    for field, name in [(key, name) for key, names in given.items() for name in names]:
+    adapted = modules | {end for name in lora.target_parameters or () for end in _ends(name)}
+    given = {"modules_to_save": modules, "rank_pattern": adapted, "alpha_pattern": adapted}
+    for field, name in [(key, name) for key in given for name in getattr(lora, key) or ()]:
         # Patterns are left to PEFT. A model may have fewer layers than the one that a full name is meant for.
         last = name.rpartition(".")[2]
-        if re.fullmatch(r"[\w.-]+", name) and last not in modules and not any(end.endswith(last) for end in modules):
+        known = given[field]
+        if re.fullmatch(r"[\w.-]+", name) and last not in known and not any(end.endswith(last) for end in known):
             raise OptionError(
                 f"lora.{field} has {name!r}, which {type(model).__name__} does not have"
-                f"{_describe_nearest(last, modules)}."
+                f"{_describe_nearest(last, known)}."
             )
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_fastft.cli.command import main
 from lightning_fastft.core.errors import ResumeError
-from lightning_fastft.hf.base_digest import digest_files, digest_tensors
+from lightning_fastft.hf.base_digest import digest_files, digest_tensors, digest_values
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.fine_tuners import word_tokenizer
 from tests.support.training_parts import packed_loader, quiet_trainer, tiny_llama
@@ -167,3 +167,39 @@ def test_export_refuses_another_base_unless_accepted(saved, tmp_path, capsys):
     with pytest.warns(UserWarning, match="loaded all the same"):
         assert main([*words, "--accept-other-base"]) == 0, capsys.readouterr().err
     assert main(["export", str(checkpoint), str(tmp_path / "again"), "--base", base]) == 0
+
+
+def test_export_compares_a_model_that_was_given_with_the_files_of_a_base(tmp_path, capsys):
+    base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)
+    given = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    fit(tmp_path, tuner(given)).save_checkpoint(tmp_path / "a.ckpt")
+    resized = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    resized.resize_token_embeddings(resized.config.vocab_size + 8)
+    resized.save_pretrained(tmp_path / "resized")
+    for folder in (base, other, tmp_path / "resized"):
+        word_tokenizer().save_pretrained(folder)
+    words = ["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--merge", "--base"]
+    for folder in (other, tmp_path / "resized"):
+        assert main([*words, str(folder)]) == 1
+        assert "--accept-other-base" in capsys.readouterr().err
+    assert main([*words, base, "--dtype", "bfloat16"]) == 0, capsys.readouterr().err
+
+
+def test_values_are_compared_in_every_dtype_that_holds_them():
+    model = tiny_llama()
+    digest = digest_values(model)
+    assert digest_values(model.bfloat16()) == digest
+    model.resize_token_embeddings(model.config.vocab_size + 1)
+    assert digest_values(model) != digest
+    assert not digest_values(model.half())
+
+
+def test_a_checkpoint_of_a_peft_model_that_was_given_says_how_to_export_it(tmp_path, capsys):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    fit(tmp_path, FineTuner(adapted, learning_rate=1e-3)).save_checkpoint(tmp_path / "a.ckpt")
+    assert (
+        main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--base", save_base(tmp_path / "base")]) == 1
+    )
+    assert "load_from_checkpoint" in capsys.readouterr().err

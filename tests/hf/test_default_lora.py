@@ -127,6 +127,18 @@ def test_a_wrong_target_is_refused_with_the_nearest_names(lora, nearest):
         add_adapters(build_tiny("qwen3_moe"), lora=LoraConfig(r=2, **lora), adapter_dtype=torch.float32)
 
 
+def test_ranks_and_alphas_of_expert_stacks_are_read():
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    patterns = {"rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {stacks[1]: 3}}
+    lora = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], target_parameters=stacks, **patterns)
+    adapted = add_adapters(build_tiny("qwen3_moe"), lora=lora, adapter_dtype=torch.float32)
+    layers = [layer for layer in adapted.modules() if hasattr(layer, "parameter_name")]
+    assert {(layer.parameter_name, layer.r["default"], layer.scaling["default"]) for layer in layers} == {
+        ("gate_up_proj", 2, 2.0),
+        ("down_proj", 4, 0.75),
+    }
+
+
 @pytest.mark.parametrize("name", ["llama4_text", "phimoe"])
 def test_a_router_that_returns_a_tuple_is_no_target(name):
     with pytest.raises(OptionError, match="Remove 'router'"):

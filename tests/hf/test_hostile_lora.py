@@ -22,6 +22,7 @@ NAMES = [name for name, _ in nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for 
         {"init_lora_weights": "pissa_niter_1000000000"},
         {"layer_replication": [[0, 10**9]]},
         {"layer_replication": [1]},
+        {"layer_replication": [[0, 2], [1, 2]]},
         {"rank_pattern": {"q_proj": 2**40}},
         {"target_modules": "q*" * 10_000},
     ],

@@ -182,6 +182,12 @@ def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
     known = inspect.signature(Tuner.__init__).parameters
     options = {name: value for name, value in content["hyper_parameters"].items() if name in known}
     has_adapters = options.get("lora") is not None
+    if not has_adapters and any(".lora_" in name for name in content["state_dict"]):
+        raise OptionError(
+            f"{request.source} holds adapters of a PEFT model that was given, and not their configuration. In Python: "
+            f"FineTuner.load_from_checkpoint({str(request.source)!r}, model=PEFT_MODEL).save_pretrained(FOLDER) writes "
+            "adapters that this command reads."
+        )
     if request.is_merged and not has_adapters and not request.takes_whole:
         raise OptionError(
             f"{request.source} has all weights and no adapters, so there is nothing to merge. Remove --merge."
@@ -191,7 +197,7 @@ def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
     if "model" not in options:
         raise OptionError(
             f"{request.source} does not say which model it was trained on, because a loaded model was given. Add "
-            "--base NAME."
+            "--base NAME; a model that was changed after it was loaded must be saved first."
         )
     if request.is_exported and options["init"] == "random" and has_adapters and not request.is_merged:
         raise OptionError(

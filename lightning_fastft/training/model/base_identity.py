@@ -13,16 +13,26 @@ if TYPE_CHECKING:
     from lightning_fastft.hf.loading.source import ModelSource
 
 
+# The first one that a checkpoint and a run both have is compared.
+_KINDS = ("files", "tensors", "values")
+
+
 def digest_base(model: Any, *, source: ModelSource | None) -> str:
-    """Return the digest of a frozen base; empty if its weights are not in memory yet."""
-    from lightning_fastft.hf.base_digest import digest_files, digest_tensors
+    """Return the digests of a frozen base, separated by spaces.
+
+    The first is that of its files, or of its tensors if there are no files. That of its values compares these two. What
+    is not in memory yet has none.
+    """
+    from lightning_fastft.hf.base_digest import digest_files, digest_tensors, digest_values
 
     if source is not None and source.init == "pretrained":
         from lightning_fastft.hf.loading.source import weight_files
 
         paths = weight_files(source)
-        return digest_files(paths) if paths else ""
-    return digest_tensors(model, is_trained_too=not hasattr(model, "peft_config"))
+        own = digest_files(paths) if paths else ""
+    else:
+        own = digest_tensors(model, is_trained_too=not hasattr(model, "peft_config"))
+    return f"{own} {digest_values(model)}".strip()
 
 
 def describe_base(source: ModelSource | None, *, seed: int, digest: str) -> dict[str, Any]:
@@ -44,12 +54,13 @@ def check_base(
             f"The adapters were trained on a base initialised with seed {saved['seed']}, this run has {seed}: call "
             f"seed_everything({saved['seed']})."
         )
-    kind, _, saved_digits = str(saved.get("digest", "")).partition(":")
-    present_kind, _, digits = digest.partition(":")
+    recorded, present = _by_kind(str(saved.get("digest", ""))), _by_kind(digest)
+    kind = next((kind for kind in _KINDS if kind in recorded and kind in present), None)
+    saved_digits, digits = (digests.get(str(kind), "") for digests in (recorded, present))
     inits = {str(saved.get("init")), "given" if source is None else source.init}
-    # Digests of files and of tensors in memory are not comparable, but files have no random weights.
-    is_other = inits == {"random", "pretrained"}
-    if not is_other and (not kind or kind != present_kind or saved_digits == digits):
+    # Without a common digest: files have no random weights.
+    is_other = kind is None and inits == {"random", "pretrained"}
+    if not is_other and saved_digits == digits:
         return
     found = (
         f"The adapters were trained on the base {saved.get('name') or 'of the run'} with other weights than the "
@@ -62,6 +73,10 @@ def check_base(
             "export."
         )
     rank_zero_warn(f"{found}; they are loaded all the same (accept_other_base=True).")
+
+
+def _by_kind(digests: str) -> dict[str, str]:
+    return {kind: digits for kind, _, digits in (part.partition(":") for part in digests.split())}
 
 
 def check_adapter_names(saved: Collection[str], *, expected: Collection[str], has_default_targets: bool) -> None:
