@@ -275,7 +275,6 @@ def test_links_have_names_or_rates_and_wrong_ones_are_refused():
         make_cluster(find_gpu("4090"), num_gpus=2, num_nodes=1, node_link="nvlink")
 
 
-@pytest.mark.slow(seconds=12)
 def is_in_every_run(workload):
     """Whether rows of a workload are: every strategy and mode of one model, experts of few layers, and gathers in e4m3."""
     return workload.startswith(("qwen3-8b", "qwen3-30b-a3b-12l")) or "+fp8" in workload
@@ -286,6 +285,7 @@ def is_in_every_run(workload):
     [(is_in_every_run, 27), pytest.param(lambda workload: True, 41, marks=pytest.mark.fault)],
     ids=["of each kind", "all"],
 )
+@pytest.mark.slow(seconds=12)
 def test_measured_steps_of_several_gpus_are_predicted_within_ten_percent(tmp_path, is_judged, num_rows):
     with cluster_model.RESULTS_PATH.open(encoding="utf-8", newline="") as file:
         table = csv.DictReader(file)

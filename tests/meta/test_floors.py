@@ -1,4 +1,5 @@
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -61,17 +62,18 @@ def floor_of(path: Path) -> tuple[int, int]:
     return found
 
 
+@functools.cache
 def imports_of(source: str) -> set[tuple[str, bool]]:
     """Return (dotted name, whether it is for types only) of every import in a file, at any depth."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     for_types = {
         id(node)
-        for block in ast.walk(tree)
+        for block in nodes
         if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
         for node in ast.walk(block)
     }
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {(alias.name, id(node) in for_types) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
