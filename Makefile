@@ -121,8 +121,10 @@ test-gpu: $(DEV_SETUP)
 	@cd $(GPU_LOGS) && for name in shared alone ranks; do echo "$$name: $$(tail -n 1 $$name.log)"; done; test ! -e failed
 
 # Without a GPU, a build of torch for the CPU is taken where pip's sources have one: the other one brings gigabytes of CUDA libraries along.
+# The pip that comes with Python 3.11 takes twice as long to find what to install.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	@cpu=; command -v nvidia-smi >/dev/null 2>&1 || \
 	  cpu=$$($(VENV)/bin/python -m pip index versions torch 2>/dev/null | tr ', ' '\n\n' | grep -E '^[0-9.]+\+cpu$$' | head -n 1); \
 	set -x; $(VENV)/bin/python -m pip install $(PIP_OPTIONS) "torch>=2.10$${cpu:+,==$$cpu}"
