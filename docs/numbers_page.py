@@ -364,18 +364,19 @@ def find_headline(entries: Sequence[Entry], workload: str) -> tuple[list[Entry],
     for others in (PEERS, ("plain",)):
         joint = [run for run in runs.values() if {"ours"} <= {e.system for e in run} and _of(run, others)]
         if joint:
-            run = max(joint, key=lambda found: (_has_fastest(found, own), max(e.order for e in found)))
+            known = [entry for entry in own if entry.system != "ours" and CONTROL not in entry.label]
+            run = max(joint, key=lambda found: (_has_fastest(found, known), max(e.order for e in found)))
             labels = {entry.label for entry in run}
-            rest = newest((e for e in own if e.system != "ours" and e.device == run[0].device), lambda e: e.label)
+            rest = newest((entry for entry in known if entry.device == run[0].device), lambda e: e.label)
             return run, [entry for entry in rest if entry.label not in labels]
     return [], []
 
 
-def _has_fastest(run: Sequence[Entry], own: Sequence[Entry]) -> bool:
-    """Return whether a run has the fastest known setting of each other system in it, on its GPU."""
-    for system in {entry.system for entry in run} - {"ours"}:
-        known = [entry for entry in own if entry.system == system and entry.device == run[0].device]
-        if fastest(known).setting not in {entry.setting for entry in run if entry.system == system}:
+def _has_fastest(run: Sequence[Entry], known: Sequence[Entry]) -> bool:
+    """Return whether a run has the fastest setting of each other system in it that is known on its GPU."""
+    for system in {entry.system for entry in run if entry in known}:
+        rows = [entry for entry in known if entry.system == system and entry.device == run[0].device]
+        if fastest(rows).setting not in {entry.setting for entry in run if entry.system == system}:
             return False
     return True
 
@@ -394,7 +395,7 @@ def write_headlines(entries: Sequence[Entry]) -> str:
         first = [entry for entry in run if CONTROL not in entry.label]
         for entry in (*sorted(first, key=lambda e: (e.system != "ours", e.figures["ms"])), *earlier):
             mark = r" \*" if entry in earlier else ""
-            repeated = again.get(entry.label) if entry in run else None
+            repeated = again.get(entry.label)
             unit = "tokens" if "tokens" in entry.figures else "examples"
             lines.append(
                 _line(

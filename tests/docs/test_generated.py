@@ -137,6 +137,16 @@ def test_headline_is_the_newest_joint_run_and_what_others_have_besides(numbers):
     assert [entry.order for entry in earlier] == [11, 8]
 
 
+def test_a_control_stands_beside_the_row_that_it_repeats(numbers, monkeypatch):
+    monkeypatch.setattr(numbers, "HEADLINES", ("tiny",))
+    labels = ("ours keep, adamw_fused", "ours keep A/A, adamw_fused", "unsloth off, adamw_8bit")
+    entries = [entry_of(numbers, label, order=order, ms=90.0 + order) for order, label in enumerate(labels)]
+    # Of another run: neither a row nor a control.
+    entries.insert(0, entry_of(numbers, "unsloth off A/A, adamw_8bit", order=-1, command="old", ms=80.0))
+    cells = [line.split(" | ")[1:6] for line in numbers.write_headlines(entries).splitlines() if "tiny" in line]
+    assert cells == [["ours", "`keep`", "32-bit", "90", "91"], ["unsloth", "`off`", "8-bit", "92", ""]]
+
+
 def test_ratios_are_of_equal_moments_first_and_leave_fp8_out(numbers, monkeypatch):
     monkeypatch.setattr(numbers, "HEADLINES", ("tiny",))
     labels = (("ours keep+fused+fp8, adamw_fused", 10.0), ("ours keep+fused, adamw_fused", 50.0))
