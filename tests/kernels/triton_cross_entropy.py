@@ -268,6 +268,8 @@ def test_an_impossible_target_gives_an_infinite_loss():
 FAULTS = {
     "lost mask in the first walk": 'value = {tl.where(inside, value, -float("inf")) => value}',
     "last columns lost": "-1, tl.int32) for start in range(0, num_columns{ => - DEPTH * LANES}, DEPTH * LANES):",
+    "gradient of the first columns lost": "last = {(num_columns - 1) => num_columns} // (DEPTH * LANES)",
+    "gradient of the last tile in all": "cols = last {- walked => } + tile_cols",
     "wrong stride": "{logits_RV.stride(0) => num_columns},",
     "missing backward factor": "* {(scale * gradient_factor) => gradient_factor}",
     "missing factor": "* {(scale * gradient_factor) => scale}",
@@ -308,6 +310,7 @@ def check_every_part(module):
     logits_RV = logits_RV.sort(dim=1).values
     check_against_truth(module.row_losses, logits_RV, target_R, scale=0.5, softcap=4.0)
     check_against_truth(module.row_losses, logits_RV, target_R, scale=1.5, softcap=None)
+    check_against_truth(module.row_losses, logits_RV[:, :TILE], target_R % TILE, scale=1.0, softcap=None)
     check_ties(module.row_losses)
     check_infinite(module.row_losses, logits_RV.dtype)
 
