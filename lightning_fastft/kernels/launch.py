@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-# The compiler may fuse a product and a sum unless a kernel says otherwise: Triton 3.9 warns, and 3.10 does not, by
-# default.
+# Products and sums are fused unless a kernel says otherwise. Without this option Triton 3.9 fuses them with a warning,
+# and 3.10 does not fuse them.
 DEFAULT_OPTIONS = {"enable_fp_fusion": True}
 # Attribute of a kernel: what it was compiled to, by the kinds of its arguments.
 _ATTRIBUTE = "fastft_compiled"
