@@ -34,6 +34,8 @@ _GPT_OSS: Settings = {
     "ours": ("shipped", "keep+fused", "recompute+fused"),
     "unsloth": ("unsloth+padded64", "off+padded32"),
 }
+# One step takes about a minute, and only the leanest settings fit.
+_LONGEST: Settings = {"plain": ("recompute+liger",), "ours": ("offload:40+fused+tiles8",), "unsloth": ("unsloth",)}
 _FULL: Settings = {
     **_LARGE,
     "ours": ("auto+graphs=auto", "keep+fused", "recompute+fused"),
@@ -65,6 +67,7 @@ ROWS: Mapping[str, HeadlineRow] = {
     "qwen3-0.6b-lora": HeadlineRow("qwen3-0.6b-lora", _SMALL),
     "llama-3.1-8b-32k": HeadlineRow("llama-3.1-8b-lora-32k", _LARGE),
     "llama-3.1-8b-32k-one-document": HeadlineRow("llama-3.1-8b-lora-32k-one-document", _LARGE),
+    "llama-3.1-8b-128k-one-document": HeadlineRow("llama-3.1-8b-lora-128k-one-document", _LONGEST),
     "qwen3-8b-full": HeadlineRow("qwen3-8b-full", _FULL),
     "qwen3-30b-a3b": HeadlineRow("qwen3-30b-a3b-12l-lora", _MIXTURE),
     "gpt-oss-20b": HeadlineRow("gpt-oss-20b-12l-lora", _GPT_OSS),
