@@ -65,8 +65,8 @@ class OffloadCheckpointing:
             budget: frozen layers for the whole run, layers with trained weights from a forward to its backward.
             Otherwise each use gathers them.
         mlp_tiles: Number of tiles of tokens in which dense feed-forward blocks run, so that the intermediates of only
-            one tile exist at a time, for long packs. 1 disables tiles. GEMMs of fewer rows round differently, so
-            gradients are not bit-equal.
+            one tile exist at a time, for long packs. 1 disables tiles. "auto" uses 8 under policy "auto" if the first
+            steps do not fit otherwise, else 1. GEMMs of fewer rows round differently, so gradients are not bit-equal.
 
     Raises:
         OptionError: A value is not allowed.
@@ -84,7 +84,7 @@ class OffloadCheckpointing:
         host_budget: float | Literal["auto"] = "auto",
         buffers: int = 2,
         weights: Literal["auto", "resident", "stream"] = "auto",
-        mlp_tiles: int = 1,
+        mlp_tiles: int | Literal["auto"] = "auto",
     ) -> None:
         self.policy = check_choice("policy", policy, _POLICIES)
         if policy != "auto" and (not isinstance(vram_budget, str) or vram_budget != "auto"):
@@ -97,7 +97,8 @@ class OffloadCheckpointing:
                 "weights='stream' frees device memory, and policy 'keep' fills it with activations: use policy 'auto' "
                 "with vram_budget."
             )
-        self.mlp_tiles = check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
+        # Those from the start; "auto" may add tiles to a stack later.
+        self.mlp_tiles = 1 if mlp_tiles == "auto" else check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
         self.options = StackOptions(
             policy=policy,
             vram_budget_bytes=_read_gib("vram_budget", vram_budget),
@@ -105,8 +106,9 @@ class OffloadCheckpointing:
             buffers=check_int("buffers", buffers, low=1, high=8),
             weights=weights,
             mlp_tiles=self.mlp_tiles,
+            may_tile=mlp_tiles == "auto" and policy == "auto",
         )
-        if policy == "keep" and mlp_tiles > 1:
+        if policy == "keep" and self.mlp_tiles > 1:
             raise OptionError(
                 f"mlp_tiles={mlp_tiles} recomputes blocks in the backward, which policy 'keep' forbids: use 'auto' or "
                 "'recompute'."
@@ -202,6 +204,7 @@ class OffloadCheckpointing:
             gathered=gathered if self.options.weights == "auto" else None,
             vocab_size=vocab_size,
             name=name,
+            patcher=patcher,
         )
         stack.describe_gathered, stack.trained_bytes = describe_gathered, trained_bytes
         self.stacks.append(stack)
@@ -284,7 +287,7 @@ class OffloadCheckpointing:
     @property
     def can_step_down(self) -> bool:
         """Whether ``step_down`` may find less to use under policy "auto"."""
-        return self.advice() is not None or any(stack.measurement.is_keeping for stack in self.stacks)
+        return self.advice() is not None or any(stack.measurement.is_keeping or stack.can_tile for stack in self.stacks)
 
     def step_down(self) -> bool:
         """Reduce the memory use after the device ran out of memory; return whether any stack could."""
@@ -300,7 +303,7 @@ class OffloadCheckpointing:
             return f"OffloadCheckpointing('auto', vram_budget={next_bytes / 2**30:.1f})"
         if any(stack.can_stream for stack in self.stacks):
             return "OffloadCheckpointing('auto', weights='stream')"
-        if any(stack.weights.streamed is not None for stack in self.stacks) and self.mlp_tiles == 1:
+        if any(stack.weights.streamed is not None and stack.num_tiles == 1 for stack in self.stacks):
             return "OffloadCheckpointing('auto', weights='stream', mlp_tiles=8), whose gradients differ by rounding"
         return None
 
@@ -313,7 +316,7 @@ class OffloadCheckpointing:
             self.policy
         )
         shorter = "shorter packs, PackedDataModule(max_tokens=...), or batches of fewer rows"
-        if leaner is None and self.mlp_tiles == 1:
+        if leaner is None and self.mlp_tiles == 1 and not any(stack.num_tiles > 1 for stack in self.stacks):
             leaner = f"OffloadCheckpointing({self.policy!r}, mlp_tiles=8)"
         return f"start again with {shorter if leaner is None else f'{leaner}, or with {shorter}'}"
 

@@ -36,6 +36,7 @@ class StackOptions(NamedTuple):
     weights: str = "auto"
     is_serial: bool = False
     mlp_tiles: int = 1
+    may_tile: bool = False
 
 
 class PlannedStack:

@@ -15,6 +15,7 @@ from lightning_fastft.activations.measurement import Measurement
 from lightning_fastft.activations.planning import NOTCH, PlannedStack, StackOptions
 from lightning_fastft.activations.segments import KEEP, RECOMPUTE
 from lightning_fastft.activations.slots import align
+from lightning_fastft.activations.tiles import AUTO_TILES, dense_blocks, install_tiles
 from lightning_fastft.activations.vram_budget import (
     PLANNED_SHARE,
     BudgetWatch,
@@ -25,6 +26,7 @@ from lightning_fastft.activations.vram_budget import (
     predict_cost,
 )
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.phases import phase
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.planner.picture import render_plan
@@ -46,6 +48,7 @@ class SegmentStack(PlannedStack):
             any.
         vocab_size: Columns of the logits, for the memory of the first steps.
         name: Name of the model's status.
+        patcher: Undoes tiles of feed-forward blocks; None if they may not be added.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class SegmentStack(PlannedStack):
         gathered: GatheredWeights | None = None,
         vocab_size: int = 0,
         name: str = "",
+        patcher: ModelPatcher | None = None,
     ) -> None:
         super().__init__(layers, options, environment=environment, weights=weights)
         self.name = name
+        self.num_tiles, self._patcher = options.mlp_tiles, patcher
         has_budget = options.vram_budget_bytes is not None
         self.measurement = Measurement(
             layers, self.segments, measures_gap=has_budget, find_streams=lambda: self.executor.streams
@@ -115,7 +120,7 @@ class SegmentStack(PlannedStack):
         """Reduce the memory use after the device ran out of memory; return whether that is possible.
 
         Plan again with a budget smaller by 10 %. Before the first plan, stream frozen weights and measure again; if
-        they have moved already or cannot move, measure without a kept layer.
+        they have moved already or cannot move, measure without a kept layer; then run feed-forward blocks in tiles.
         """
         is_keeping = self.measurement.is_keeping
         if self.can_stream and self._stream_and_measure_again():
@@ -124,6 +129,11 @@ class SegmentStack(PlannedStack):
             self.measurement.stop_keeping()
             gc.collect()
             self.environment.report("activations: the first step does not fit with a kept layer; measuring without one")
+            return True
+        if self.can_tile:
+            self.measurement.restart()
+            gc.collect()
+            self._tile()
             return True
         if self.plan is None or self.cost is None or self.options.policy != "auto":
             return False
@@ -146,6 +156,11 @@ class SegmentStack(PlannedStack):
         return is_measuring and is_allowed and not is_unified(self._device)
 
     @property
+    def can_tile(self) -> bool:
+        """Whether the first steps are still measured, before any plan, and tiles could be added."""
+        return self.measurement.is_running and self._may_tile
+
+    @property
     def least_bytes(self) -> int | None:
         """Budget for the leanest plan, with its margin and reserved but unallocated memory; None if unknown."""
         cost = self.cost or self._predicted
@@ -165,6 +180,8 @@ class SegmentStack(PlannedStack):
         if self._awaits_plan():
             return "; ".join(["the first steps recompute and are measured", f"{num_layers} layers", *gathered])
         parts = [*self.executor.describe(), *gathered]
+        if self.num_tiles > self.options.mlp_tiles:
+            parts.append(f"feed-forward blocks in {self.num_tiles} tiles, because nothing else fits")
         if self.plan is not None:
             found = self.plan.prediction
             parts.append(f"predicted {found.step_ms:.0f} ms, {found.peak_bytes / 2**30:.1f} GiB")
@@ -200,36 +217,23 @@ class SegmentStack(PlannedStack):
 
     def _begin_first_steps(self, hidden: torch.Tensor) -> None:
         """Choose the plan of the measured steps from shapes, so that they stay within the budget."""
-        budget, meter = self.options.vram_budget_bytes, self.measurement.meter(hidden.device)
-        if budget is None or not meter.is_counted:
+        budget = self.options.vram_budget_bytes
+        if budget is None or not self.measurement.meter(hidden.device).is_counted:
             return
-        self._predicted = predict_cost(
-            self._layers,
-            hidden,
-            longest_bytes=self._longest_bytes,
-            base_bytes=meter.allocated() - hidden.nbytes + self._extra_bytes(),
-            vocab_size=self._vocab_size,
-            weight_bytes=self.weights.layer_bytes,
-            ends=self.weights.ends,
-            mlp_tiles=self.options.mlp_tiles,
-        )
-        host_bytes, buffers, predicted = self._host_budget(), self.options.buffers, self._predicted
-        check_feasible(
-            predicted,
-            self._layers,
-            column_bytes=self._longest_bytes // hidden.shape[-1] // self.options.mlp_tiles,
-            vram_budget_bytes=budget,
-            host_budget_bytes=host_bytes,
-            buffers=buffers,
-            streaming=self._streaming,
-        )
+        try:
+            self._predicted = self._predict(hidden, vram_budget=budget)
+        except OptionError:
+            if not self._may_tile:
+                raise
+            self._tile()
+            self._predicted = self._predict(hidden, vram_budget=budget)
         choose = functools.partial(
             choose_first_plan,
-            predicted,
+            self._predicted,
             counted=self.measurement.counted,
             vram_budget_bytes=budget,
-            host_budget_bytes=host_bytes,
-            buffers=buffers,
+            host_budget_bytes=self._host_budget(),
+            buffers=self.options.buffers,
         )
         first = choose(streaming=self._streaming)
         if first.is_streamed and self.weights.streamed is None and not self._stream_first(hidden.device):
@@ -239,6 +243,48 @@ class SegmentStack(PlannedStack):
         self.environment.report(
             f"activations: the first steps recompute, {first.describe()}: predicted at most "
             f"{first.peak_bytes / 2**30:.1f} of {budget / 2**30:.1f} GiB"
+        )
+
+    def _predict(self, hidden: torch.Tensor, *, vram_budget: int) -> StepCost:
+        """Return the memory of a step, predicted from shapes.
+
+        Raises:
+            OptionError: No step can keep the budget.
+        """
+        predicted = predict_cost(
+            self._layers,
+            hidden,
+            longest_bytes=self._longest_bytes,
+            base_bytes=self.measurement.meter(hidden.device).allocated() - hidden.nbytes + self._extra_bytes(),
+            vocab_size=self._vocab_size,
+            weight_bytes=self.weights.layer_bytes,
+            ends=self.weights.ends,
+            mlp_tiles=self.num_tiles,
+        )
+        check_feasible(
+            predicted,
+            self._layers,
+            column_bytes=self._longest_bytes // hidden.shape[-1] // self.num_tiles,
+            vram_budget_bytes=vram_budget,
+            host_budget_bytes=self._host_budget(),
+            buffers=self.options.buffers,
+            streaming=self._streaming,
+        )
+        return predicted
+
+    @property
+    def _may_tile(self) -> bool:
+        """Whether tiles may be added: never once there was a plan, because recorded layers would run without them."""
+        is_allowed = self.options.may_tile and self.num_tiles == 1 and self.cost is None
+        return is_allowed and self._patcher is not None and any(map(dense_blocks, self._layers))
+
+    def _tile(self) -> None:
+        """Run feed-forward blocks in tiles because the first steps do not fit otherwise."""
+        assert self._patcher is not None
+        self.num_tiles = AUTO_TILES
+        install_tiles(self._layers, self.segments, self._patcher, num_tiles=AUTO_TILES)
+        self.environment.report(
+            f"activations: nothing else fits: feed-forward blocks in {AUTO_TILES} tiles; gradients differ by rounding"
         )
 
     def _extra_bytes(self) -> int:

@@ -16,6 +16,8 @@ from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.patcher import ModelPatcher
 
 BLOCK_NAMES = ("mlp", "feed_forward", "ffn")
+# Tiles of "auto". More of them save little: one tile's intermediates are then smaller than the rest of a layer.
+AUTO_TILES = 8
 
 
 def install_tiles(

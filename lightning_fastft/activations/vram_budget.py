@@ -191,7 +191,7 @@ def check_feasible(
         least = budget_for(least_of(cost))
         raise OptionError(
             f"vram_budget is {vram_budget_bytes / 2**30:.2f} GiB, and the leanest plan for this model and these packs "
-            f"takes about {least / 2**30:.2f} GiB. Raise vram_budget, or use a smaller max_tokens or mlp_tiles=8."
+            f"takes about {least / 2**30:.2f} GiB. Raise vram_budget, or use a smaller max_tokens."
         )
 
 

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_fastft.activations.tiles import AUTO_TILES
 from lightning_fastft.callbacks.fused_kernels import swaps_of
 from lightning_fastft.cli.cluster_plan import plan_layouts, render_layouts
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.mistakes import CLUSTER_OPTIONS, PLAN_OPTIONS
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import OptionError, SwapError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
 from lightning_fastft.estimate.costs import default_vram_bytes, model_costs, plan_on
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
+from lightning_fastft.estimate.meta_model import Swaps
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
+from lightning_fastft.planner.step import Plan
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
@@ -107,10 +110,27 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
     # Each device computes the rows of its part, and of attention the heads that are its share.
     num_tokens = -(-max_tokens // num_parts)
     cost_options = _cost_options(model, trainer, document_tokens=options.document_tokens)
-    cost = model_costs(model.source, num_tokens=num_tokens, machine=gpu, **cost_options)
-    plan = plan_on(gpu, cost, vram_budget_bytes=options.vram_bytes, host_budget_bytes=options.host_bytes)
+
+    def plan_with(swaps: Swaps) -> tuple[StepCost, Plan]:
+        cost = model_costs(model.source, num_tokens=num_tokens, machine=gpu, **(cost_options | {"swaps": swaps}))
+        return cost, plan_on(gpu, cost, vram_budget_bytes=options.vram_bytes, host_budget_bytes=options.host_bytes)
+
+    tiles: list[str] = []
+    try:
+        cost, plan = plan_with(cost_options["swaps"])
+    except OptionError as error:
+        checkpointing = getattr(trainer.strategy, "checkpointing", None)
+        if checkpointing is None or not checkpointing.options.may_tile:
+            raise
+        try:
+            cost, plan = plan_with(cost_options["swaps"]._replace(mlp_tiles=AUTO_TILES))
+        except (OptionError, SwapError):
+            # Tiles are not enough, or no layer has a block that could run in them.
+            raise error from None
+        tiles = [f"feed-forward blocks: {AUTO_TILES} tiles, because nothing else fits"]
     vram_bytes = options.vram_bytes or default_vram_bytes(gpu, cost)
     lines = [
+        *tiles,
         *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
         f"{gpu.name}: {_describe_origin(options)}",
         f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {options.host_bytes / _GIB:.1f} GiB of "

@@ -468,6 +468,25 @@ def test_tiles_of_the_block_and_fused_attention_go_together(name, num_layers):
         patcher.undo()
 
 
+def test_fused_blocks_run_as_modules_once_tiles_are_added():
+    model, batches = make_fused("qwen3", num_hidden_layers=3)
+    expected = kept_gradients(model, batches, 1)
+    checkpointing = OffloadCheckpointing("auto", vram_budget=1000, host_budget=0, weights="resident")
+    install_packed_training(model, ModelPatcher(), checkpointing=checkpointing)
+    # The second run of a block in tiles learns where it ends; after that, eight tiles of three blocks run in the forward
+    # and once more before their backward.
+    for num_blocks, is_last in ((0, False), (0, False), (None, True), (48, True)):
+        model.zero_grad(set_to_none=True)
+        with count_own_forwards(model) as own:
+            model(**batches[0]).loss.backward()
+        assert own.attention == 0
+        assert own.block == num_blocks or num_blocks is None
+        found = read_gradients(model)
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient)
+        assert is_last or checkpointing.step_down()
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 def test_streamed_weights_under_fused_layers_give_the_same_bits(is_early):
     """Also from the first step on when streaming is decided within it: inside the call of the first layer, whose

@@ -32,7 +32,7 @@ from tests.patches.test_value_points import adapted
 from tests.planner.plan_trials import assert_equal, kept_gradients, read_gradients
 from tests.support.engine_use import describe_use
 from tests.support.late_streams import LateStreams
-from tests.support.packs import make_batch
+from tests.support.packs import assert_close, make_batch
 from tests.support.tiny_models import build_tiny
 
 LENGTHS = (40, 1, 25, 30)
@@ -454,6 +454,48 @@ def test_a_first_step_that_does_not_fit_is_measured_without_a_kept_layer(move):
         assert KEEP not in attached.plans or attached.stack.plan is not None
     assert attached.stack.plan is not None
     assert_equal(attached.step(), expected, what="planned")
+
+
+def assert_near(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, bound=1e-5)
+
+
+def test_a_first_step_that_fits_nothing_else_runs_in_tiles():
+    attached = Attached(vram_budget=1000, weights="resident")
+    expected, layers = attached.expected(), decoder_layers(attached.model)
+    attached.step()
+    assert attached.checkpointing.step_down()
+    attached.step()
+    assert attached.stack.num_tiles == 1, "first it measures without a kept layer"
+    assert attached.checkpointing.can_step_down
+    assert attached.checkpointing.step_down()
+    assert all("forward" in vars(layer.mlp) for layer in layers)
+    for _ in range(4):
+        assert_near(attached.step(), expected)
+    assert attached.stack.plan is not None
+    assert "feed-forward blocks in 8 tiles, because nothing else fits" in attached.reason
+    # Tiles are not made a second time.
+    attached.checkpointing.step_down()
+    assert sum("in 8 tiles" in text for text in attached.reports) == 1
+    attached.patcher.undo()
+    assert not any("forward" in vars(layer.mlp) for layer in layers)
+
+
+@pytest.mark.parametrize("case", ["number given", "planned", "longer packs after a plan", "no dense block"])
+def test_nothing_else_gets_tiles(case):
+    model = build_tiny("mixtral").train() if case == "no dense block" else None
+    tiles = {"mlp_tiles": 1} if case == "number given" else {}
+    attached = Attached(model, vram_budget=1000, weights="resident", **tiles)
+    for _ in range(4 if "plan" in case else 1):
+        attached.step()
+    # Measured again, beside layers that may have been recorded.
+    batch = make_batch((*LENGTHS, 50)) if "longer" in case else attached.batch
+    attached.step(batch)
+    while attached.checkpointing.step_down():
+        attached.step(batch)
+    assert attached.stack.num_tiles == 1
 
 
 def test_a_device_that_is_out_of_memory_lowers_the_plan(monkeypatch):

@@ -25,6 +25,7 @@ from lightning_fastft.planner import plan as planner
 from lightning_fastft.planner.step import EndBytes, uniform_plan
 from tests.activations.test_stack import GIB, Attached, fast_machine  # noqa: F401
 from tests.planner.plan_trials import assert_equal
+from tests.support.packs import assert_close
 from tests.support.tiny_models import build_tiny
 
 MIB = 2**20
@@ -176,6 +177,22 @@ def test_an_infeasible_budget_is_refused_before_the_first_layer_runs(allocator):
         attached.step()
     assert not ran
     assert attached.stack.weights.streamed is None
+
+
+@pytest.mark.parametrize("mlp_tiles", [1, "auto"])
+def test_a_budget_that_only_tiles_can_keep(allocator, mlp_tiles):
+    allocator.base_bytes = 10 * MIB
+    model = build_tiny("llama", num_hidden_layers=2, intermediate_size=8192).train()
+    attached = Attached(model, vram_budget=20 / 1024, host_budget=0, weights="resident", mlp_tiles=mlp_tiles)
+    if mlp_tiles == 1:
+        with pytest.raises(OptionError, match="leanest plan"):
+            attached.step()
+        return
+    expected = attached.expected()
+    found = attached.step()
+    assert attached.stack.num_tiles == 8
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, bound=1e-5)
 
 
 def test_a_watch_lowers_the_memory_of_plans_at_the_limit_and_ends():

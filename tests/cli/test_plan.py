@@ -58,6 +58,20 @@ def test_budgets_and_overrides_are_followed(plan):
     assert "every weight" in plan("--gpu", "4090", "--model.lora", "null", "--model.quantization", "null")
 
 
+def test_tiles_are_planned_where_nothing_else_fits(plan, folder):
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 65_536}))
+    words = ["--gpu", "4090", "--vram-gib", "3"]
+    assert "feed-forward blocks: 8 tiles, because nothing else fits" in plan(*words)
+    with pytest.raises(OptionError, match="No plan fits"):
+        plan(
+            *words,
+            "--trainer.strategy=lightning_fastft.FastFTStrategy",
+            "--trainer.strategy.activations=lightning_fastft.OffloadCheckpointing",
+            "--trainer.strategy.activations.mlp_tiles=1",
+        )
+    assert "tiles" not in plan("--gpu", "4090", "--vram-gib", "24")
+
+
 def test_unified_memory_says_why_nothing_moves(plan):
     assert "note: DGX Spark (GB10) has unified memory" in plan("--gpu", "spark", "--vram-gib", "2")
 

@@ -399,14 +399,19 @@ def test_weights_of_an_average_stay_where_they_are(tmp_path):
     assert not any(status.name == "frozen weights" for status in found)
 
 
-def test_a_first_backward_that_runs_out_of_memory_streams_the_weights_then_says_to_compute_in_tiles(tmp_path):
-    strategy = FastFTStrategy(activations=OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0))
+@pytest.mark.parametrize(
+    ("mlp_tiles", "num_steps", "advice"),
+    [("auto", 5, "start again with shorter packs"), (1, 4, r"weights='stream', mlp_tiles=8\)")],
+)
+def test_a_first_backward_that_never_fits_gets_all_that_takes_less_memory(tmp_path, mlp_tiles, num_steps, advice):
+    activations = OffloadCheckpointing("auto", vram_budget=1000.0, host_budget=1.0, mlp_tiles=mlp_tiles)
+    strategy = FastFTStrategy(activations=activations)
     module = RunsOutOfMemory(model_with_frozen_layers(), where="backward", fails_at=1)
-    with (
-        pytest.warns(UserWarning, match="repeated with less"),
-        pytest.raises(torch.OutOfMemoryError, match=r"weights='stream', mlp_tiles=8\)"),
-    ):
+    with pytest.warns(UserWarning, match="repeated with less"), pytest.raises(torch.OutOfMemoryError, match=advice):
         quiet_trainer(tmp_path, strategy=strategy, max_steps=8).fit(module, packed_loader(8))
+    # Of the first step one; of the second the first try, one with streamed weights, one without a kept layer, and one
+    # in tiles.
+    assert module.num_steps == num_steps
 
 
 @pytest.mark.parametrize("policy", ["auto", "keep", "recompute", "offload"])
