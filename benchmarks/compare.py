@@ -46,7 +46,7 @@ os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
 
 from benchmarks.results import append_rows
 from benchmarks.ruler.cases import Case
-from benchmarks.ruler.clocks import ClockLog, read_clocks
+from benchmarks.ruler.clocks import ClockLog, find_card, read_clocks
 from benchmarks.ruler.driver import LEAST_SECONDS, run_arms
 from benchmarks.ruler.logs import join_logs, read_log, write_log
 from benchmarks.ruler.model_configs import num_weights
@@ -86,7 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, reason in gaps.items():
         print(f"not run: {name}: {reason}", flush=True)
     if options.resume and not (out / "raw.jsonl").exists():
-        join_logs(options.resume, out=out)
+        num_others = join_logs(options.resume, out=out, card=find_card())
+        if num_others:
+            print(f"left out: {num_others} records of another card, which are measured again", flush=True)
     run = ComparisonRun(options, files=files, out=out)
     run.build()
     with ClockLog(out / "clocks.csv"):
@@ -163,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="LOG",
         help="logs of earlier calls for the same row, whose cases are not measured again; rows are written only if the "
-        "A/A control of ours agrees over all calls, on the same kind of GPU",
+        "A/A control of ours agrees over all calls; those of another card are left out",
     )
     parser.add_argument(
         "--root",

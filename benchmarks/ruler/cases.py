@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.ruler import judge as judging
 from benchmarks.ruler.attention import describe_attention
+from benchmarks.ruler.clocks import find_card
 from benchmarks.ruler.measure import (
     HostWaits,
     StepClock,
@@ -341,7 +342,7 @@ def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, lo
         log: Where the record goes.
     """
     record = recorder.record
-    record["versions"], record["command"] = versions(), " ".join(sys.argv)
+    record["versions"], record["command"], record["card"] = versions(), " ".join(sys.argv), find_card()
     try:
         body(recorder)
     except case_failures() as error:

@@ -1,8 +1,9 @@
-"""Read the clock of the GPU's multiprocessors with nvidia-smi while steps are timed."""
+"""Ask nvidia-smi about the GPU of a run: which card it is, and the clock of its multiprocessors in timed steps."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import shutil
 import statistics
@@ -28,27 +29,40 @@ class ClockLog(AbstractContextManager):
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ClockLog:
-        program = shutil.which("nvidia-smi")
-        if program is not None:
-            # The first of those that the run may use.
-            device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
-            command = [
-                program,
-                "--query-gpu=timestamp,clocks.sm",
-                "--format=csv,noheader,nounits",
-                "-lms",
-                str(_INTERVAL_MS),
-                "-i",
-                device,
-            ]
+        command = _command("timestamp,clocks.sm", "csv,noheader,nounits")
+        if command:
             with self._path.open("ab") as file:
-                self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
+                self._process = subprocess.Popen(
+                    [*command, "-lms", str(_INTERVAL_MS)], stdout=file, stderr=subprocess.DEVNULL
+                )
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
+
+
+def query_gpu(fields: str) -> list[str]:
+    """Return what nvidia-smi says of the first GPU that the run may use; nothing where there is no nvidia-smi."""
+    command = _command(fields, "csv,noheader")
+    if not command:
+        return []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [cell.strip() for cell in done.stdout.splitlines()[0].split(",")] if done.returncode == 0 else []
+
+
+def find_card() -> str:
+    """Return a name of the card of the run, the same for the same card; empty where there is no nvidia-smi."""
+    return "".join(hashlib.sha256(uuid.encode()).hexdigest()[:8] for uuid in query_gpu("uuid"))
+
+
+def _command(fields: str, form: str) -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    return [program, f"--query-gpu={fields}", f"--format={form}", "-i", device]
 
 
 def read_clocks(path: Path) -> list[tuple[float, float]]:

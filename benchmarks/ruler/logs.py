@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.ruler.clocks import read_clocks
+from benchmarks.ruler.clocks import query_gpu, read_clocks
 from benchmarks.ruler.pairs import comparison_rows, pool
 from benchmarks.ruler.report import read_records
 
@@ -99,25 +97,26 @@ def read_logs(folder: Path = LOGS) -> Iterator[RunLog]:
         yield read_log(path)
 
 
-def join_logs(paths: Sequence[Path], *, out: Path) -> None:
-    """Let a folder of results begin with the records and clocks of earlier calls."""
+def join_logs(paths: Sequence[Path], *, out: Path, card: str = "") -> int:
+    """Let a folder of results begin with the records and clocks of earlier calls; return how many were left out.
+
+    Records of another card are, because cards of one kind differ in speed. card is that of this call; empty if unknown,
+    as it is in older records.
+    """
     from benchmarks.ruler.cases import CaseLog
     from benchmarks.ruler.clocks import append_clocks
 
+    num_others = 0
     for path in paths:
         log = read_log(path)
-        for record in log.records:
+        own = [record for record in log.records if not card or record.get("card", card) == card]
+        num_others += len(log.records) - len(own)
+        for record in own:
             CaseLog(out / "raw.jsonl").write(dict(record))
         append_clocks(log.clocks, path=out / "clocks.csv")
+    return num_others
 
 
 def describe_driver() -> dict[str, str]:
-    """Return name, driver, memory, power limit and highest clocks of the GPUs; nothing where there is no nvidia-smi."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    done = subprocess.run(
-        [program, f"--query-gpu={_QUERY}", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    line = done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else ""
-    return dict(zip(_QUERY.split(","), (cell.strip() for cell in line.split(","))))
+    """Return name, driver, memory, power limit and highest clocks of the GPU; nothing where there is no nvidia-smi."""
+    return dict(zip(_QUERY.split(","), query_gpu(_QUERY)))

@@ -15,6 +15,7 @@ from benchmarks.ruler import clocks, logs, picture, systems
 from benchmarks.ruler.cases import CaseLog
 from benchmarks.ruler.model_configs import num_weights
 from benchmarks.ruler.pairs import CONTROL, comparison_rows, comparison_table, control_of, find_unfinished, pool, ratios
+from benchmarks.ruler.report import read_records
 from benchmarks.ruler.rows import ROWS, is_default
 from benchmarks.ruler.systems import SYSTEMS, Setting, System
 from benchmarks.ruler.workloads import WORKLOADS
@@ -425,7 +426,21 @@ def test_clocks_are_read_while_the_log_is_open(monkeypatch, tmp_path):
     ((moment, clock),) = clocks.read_clocks(path)
     assert clock == 1980.0
     assert moment % 60 == pytest.approx(19.25)
-    assert (tmp_path / "arguments").read_text().split()[-2:] == ["-i", "3"]
+    assert "-i 3" in (tmp_path / "arguments").read_text()
+
+
+def test_a_card_has_a_name_of_its_own(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\n[ "$4" = 7 ] && exit 6\necho "GPU-$4"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    names = []
+    for devices in ("3,1", "3", "1", "7"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        names.append(clocks.find_card())
+    assert (names[0], names[3]) == (names[1], "")
+    assert names[1] != names[2]
+    assert len(names[1]) == 8
 
 
 def test_without_nvidia_smi_there_are_no_clocks(monkeypatch, tmp_path):
@@ -434,6 +449,7 @@ def test_without_nvidia_smi_there_are_no_clocks(monkeypatch, tmp_path):
         pass
     assert clocks.read_clocks(tmp_path / "clocks.csv") == []
     assert clocks.median_clock_mhz([], [(0.0, 1.0)]) is None
+    assert clocks.find_card() == ""
 
 
 # The run
@@ -605,6 +621,19 @@ def test_calls_are_joined_only_if_their_controls_agree(planted, expected, run, p
     assert expected in control.describe()
     metrics = {row["metric"] for row in comparison_rows(rows, command="x") if row["system"].startswith("ours")}
     assert ("A/A difference, 2 calls" in metrics) == (not expected)
+
+
+@pytest.mark.parametrize(("card", "num_left_out"), [("a", 2), ("b", 1), ("", 0), ("c", 3)])
+def test_records_of_another_card_are_left_out(card, num_left_out, tmp_path):
+    for place in ("a", "b", "b", None):
+        record = record_of(OURS, half=1) | ({} if place is None else {"card": place})
+        CaseLog(tmp_path / "raw.jsonl").write(record)
+    log = logs.write_log(tmp_path, name="tiny", command="x", gaps={}, num_passes=1)
+    (tmp_path / "raw.jsonl").unlink()
+    # Older records do not say which card it was.
+    num_joined = 4 - num_left_out
+    assert logs.join_logs([log], out=tmp_path, card=card) == num_left_out
+    assert len(read_records(tmp_path / "raw.jsonl")) == num_joined
 
 
 def test_a_log_gives_the_rows_again(run, tmp_path):
