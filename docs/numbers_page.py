@@ -244,6 +244,7 @@ README_LINES = (
     Headline("Qwen3-30B-A3B LoRA, 12 layers", "30b-a3b", "shipped"),
     Headline("Qwen3-0.6B LoRA", "0.6b", "keep+graphs"),
     Headline("Llama-3.1-8B LoRA, 32,768 tokens", "32k", "keep+fused"),
+    Headline("the same, one document of 131,072 tokens", "128k", "offload:40+fused+tiles8"),
     Headline("Qwen3-8B, every weight trained", "8b-full", "keep+fused"),
 )
 README_TEMPLATE = """\
@@ -251,7 +252,7 @@ README_TEMPLATE = """\
 
 Each line is one run on one GPU, named in the last column: median time of a step, peak memory, and the width of the
 optimizer's moments. *Equal moments* and *best* are our tokens per second divided by those of Unsloth's fastest setting
-in that run: with moments of equal width, and with the best setting of each.
+in that run: with moments of equal width, and with the best setting of each. Empty cells were not measured in it.
 
 Where ours loses: memory. With all activations kept, Qwen3-14B takes {keep_gib} GiB, Unsloth's default {unsloth_gib} GiB
 ({cite[14b]}). Qwen3-0.6B, recomputed and without CUDA graphs, takes {eager_gib} GiB and {eager_ms} ms, Unsloth's
