@@ -143,11 +143,21 @@ def _with_longer(name: str, config: dict[str, Any], quantization: str | None) ->
         replace(usual, name=f"{name}-{suffix}", max_tokens=max_tokens, num_packs=num_packs, weights_of=name)
         for suffix, max_tokens, num_packs in _LONGER
     ]
-    return [usual, *longer]
+    longest = replace(
+        usual,
+        name=f"{name}-128k-one-document",
+        max_tokens=131_072,
+        num_packs=4,
+        document_lengths=(131_072,),
+        weights_of=name,
+    )
+    return [usual, *longer, longest]
 
 
 def _llama_8b() -> list[Workload]:
-    """Llama-3.1-8B on packs of 32,768 tokens, of three long documents or one, and of one document of 131,072."""
+    """Llama-3.1-8B on packs of 32,768 tokens, of three long documents or one, and of one document of 131,072 or
+    262,144.
+    """
     three = Workload(
         "llama-3.1-8b-lora-32k",
         "llama",
@@ -164,10 +174,11 @@ def _llama_8b() -> list[Workload]:
                 three,
                 name=f"llama-3.1-8b-lora-{suffix}-one-document",
                 max_tokens=num_tokens,
+                num_packs=num_packs,
                 document_lengths=(num_tokens,),
                 weights_of=three.name,
             )
-            for suffix, num_tokens in (("32k", 32_768), ("128k", 131_072))
+            for suffix, num_tokens, num_packs in (("32k", 32_768, 12), ("128k", 131_072, 12), ("256k", 262_144, 4))
         ),
     ]
 
