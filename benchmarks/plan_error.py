@@ -5,7 +5,8 @@ r"""Compare the predictions of ``fastft plan`` with every measured step of one G
 No GPU. Each row is predicted from published rates and the shares of them that kernels reach (lightning_fastft/estimate),
 with the options of its run. Two constants there come from the rows marked "used": the host time per kernel, and the
 bandwidth of element-wise operators of PyTorch. What a run used and the estimate does not know is named in the last
-column. The last lines count the rows within 10 %: all, those without such options, and of these the ones not used.
+column. The last lines count the rows within 10 %: all, those without such options, of these the ones not used, and of
+them the newest of each setting on each kind of GPU: older rows measured older code.
 """
 
 from __future__ import annotations
@@ -90,10 +91,15 @@ def describe(rows: Sequence[Row], skipped: Sequence[str]) -> str:
     ]
     lines += [f"not predicted: {text}" for text in skipped]
     known = [row for row in rows if not row.unknown]
+    unused = [row for row in known if not row.is_used]
     for title, chosen in (
         ("all rows", rows),
         ("rows of which all is known", known),
-        ("of these, rows that gave no constant", [row for row in known if not row.is_used]),
+        ("of these, rows that gave no constant", unused),
+        (
+            "of them, the newest of each setting",
+            list({(row.gpu, row.workload, row.system): row for row in unused}.values()),
+        ),
     ):
         if chosen:
             lines.append(f"{title}: {count_within(chosen)}")

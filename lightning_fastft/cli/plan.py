@@ -15,7 +15,7 @@ from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.mistakes import CLUSTER_OPTIONS, PLAN_OPTIONS
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
-from lightning_fastft.core.errors import OptionError, SwapError
+from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
 from lightning_fastft.estimate.costs import default_vram_bytes, model_costs, plan_on
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
@@ -124,7 +124,7 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
             raise
         try:
             cost, plan = plan_with(cost_options["swaps"]._replace(mlp_tiles=AUTO_TILES))
-        except (OptionError, SwapError):
+        except FastFTError:
             # Tiles are not enough, or no layer has a block that could run in them.
             raise error from None
         tiles = [f"feed-forward blocks: {AUTO_TILES} tiles, because nothing else fits"]

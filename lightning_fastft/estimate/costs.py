@@ -241,6 +241,7 @@ class _MeteredLayers(NamedTuple):
         held_bytes: Memory that each layer holds beside its weights.
         gradient_bytes: Gradients of each layer.
         is_fused: Whether layers are fused.
+        host_ms: Host time per kernel.
     """
 
     device: MeteredDevice
@@ -248,6 +249,7 @@ class _MeteredLayers(NamedTuple):
     held_bytes: list[int]
     gradient_bytes: list[int]
     is_fused: bool
+    host_ms: float
 
     def costs_on(self, machine: Gpu, *, places: Sequence[int], is_graphed: bool | str) -> tuple[StepCost, bool]:
         """Return the costs of a step without the memory of weights and optimizer, and whether layers run from graphs.
@@ -260,8 +262,7 @@ class _MeteredLayers(NamedTuple):
         self.device.ms_of = lambda kernel: kernel.ms_on(machine)
         cost = self.read()
         # The same step by the kernels that the host launches; layers from graphs need none.
-        host_ms = _HOST_MS_FUSED if self.is_fused else _HOST_MS_PER_KERNEL
-        self.device.ms_of = lambda kernel: host_ms
+        self.device.ms_of = lambda kernel: self.host_ms
         host = self.read()
         # The meter sees the end of the first layer, which the probe does not.
         first = cost.segments[0]
@@ -330,7 +331,9 @@ def _meter_layers(
         extra_bytes=0,
         weight_bytes=[0] * len(segments),
     )
-    return _MeteredLayers(device, read, held_bytes, gradient_bytes, is_fused)
+    # Blocks in tiles run as modules, which launch most of the kernels then.
+    host_ms = _HOST_MS_FUSED if is_fused and swaps.mlp_tiles == 1 else _HOST_MS_PER_KERNEL
+    return _MeteredLayers(device, read, held_bytes, gradient_bytes, is_fused, host_ms)
 
 
 def _observe(segments: Sequence[Segment], observer: SegmentObserver | None, *, plan: SegmentPlan) -> None:

@@ -70,6 +70,11 @@ def test_tiles_are_planned_where_nothing_else_fits(plan, folder):
             "--trainer.strategy.activations.mlp_tiles=1",
         )
     assert "tiles" not in plan("--gpu", "4090", "--vram-gib", "24")
+    # Blocks of experts do not run in tiles.
+    mixture = CONFIG | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    (folder / "config.json").write_text(json.dumps(mixture))
+    with pytest.raises(OptionError, match="No plan fits"):
+        plan("--gpu", "4090", "--vram-gib", "0.1")
 
 
 def test_unified_memory_says_why_nothing_moves(plan):
