@@ -122,6 +122,18 @@ def wrap_monitored(trainer: Trainer, patcher: ModelPatcher, agree: Callable[[Met
     wrap(trainer.fit_loop.epoch_loop, "_get_monitor_value", read_plateau)
 
 
+def save_last_step(trainer: Trainer, callback: ModelCheckpoint) -> None:
+    """Let a ModelCheckpoint save at the end of training, unless it has saved this step or keeps only the best ones."""
+    if callback._should_skip_saving_checkpoint(trainer):
+        return
+    metrics = callback._monitor_candidates(trainer)
+    # Lightning has counted the last epoch.
+    metrics["epoch"] = metrics["epoch"] - 1
+    if callback.monitor is None:
+        callback._save_topk_checkpoint(trainer, metrics)
+    callback._save_last_checkpoint(trainer, metrics)
+
+
 def wrap_average(callback: Any, patcher: ModelPatcher, wrap: Callable[[Any], Any]) -> None:
     """Wrap the function with which a WeightAveraging will average, if it has one, until the patcher undoes it."""
     options = callback._kwargs
