@@ -8,12 +8,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastft.core.checks import check_float, check_int, check_share
+from lightning_fastft.core.checks import check_bool, check_float, check_int, check_share
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.dtypes import seeded
 from lightning_fastft.hf.lora_targets import ALL_LINEAR, copy_with_targets
@@ -41,6 +41,15 @@ _MATCH = (
 OWNED_BY_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.([^.]+)")
 # Names of PEFT's fields in other libraries that are not spelled alike.
 _NAMES_ELSEWHERE = {"rank": "r"}
+_FLAGS = (
+    "ensure_weight_tying",
+    "fan_in_fan_out",
+    "inference_mode",
+    "lora_bias",
+    "use_dora",
+    "use_qalora",
+    "use_rslora",
+)
 _INITIALISATIONS = ("gaussian", "eva", "olora", "pissa", "loftq", "orthogonal")
 
 # Errors that PEFT raises for a configuration that does not match the model.
@@ -196,6 +205,7 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
         )
     check_int("lora.r", lora.r, low=1, high=LARGEST_RANK)
     _check_alpha(lora.lora_alpha)
+    _check_types(lora)
     for name, ranks in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         if ranks is not None and not isinstance(ranks, Mapping):
             raise OptionError(f"lora.{name} must be a mapping of patterns, got {ranks!r}.")
@@ -222,6 +232,23 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
             "transformers. Remove it, or save a model with the layers repeated and train on its folder."
         )
     return lora
+
+
+def _check_types(lora: LoraConfig) -> None:
+    """Raise on values that PEFT takes as true because they are not empty, and on names and ids that are no list."""
+    for name in _FLAGS:
+        value = getattr(lora, name, None)
+        if value is not None:
+            check_bool(f"lora.{name}", value)
+    if isinstance(lora.modules_to_save, str):
+        names = lora.modules_to_save.replace(",", ", ")
+        raise OptionError(f"lora.modules_to_save must be a list, got {lora.modules_to_save!r}. Write [{names}].")
+    indices = lora.trainable_token_indices or []
+    for ids in indices.values() if isinstance(indices, Mapping) else [indices]:
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise OptionError(f"lora.trainable_token_indices must be a list of token ids, got {ids!r}. Write [{ids}].")
+        for token in ids:
+            check_int("lora.trainable_token_indices", token, low=0)
 
 
 def _own_patterns(lora: LoraConfig) -> list[str]:
