@@ -42,6 +42,11 @@ _CLASS_MODULES = {
 }
 # Options for a model and for data, by the option of their class.
 _PLACES = {"model": "model.model", "data": "data.paths"}
+_SCHEDULE = re.compile(r"transformers\.(?:optimization\.)?get_\w*schedule")
+_HINT_SCHEDULE = (
+    "hint: schedules of transformers are functions, and a config names classes: write --model.scheduler cosine "
+    "--model.warmup_steps 100 (or linear, constant), or a class of torch.optim.lr_scheduler\n"
+)
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: ([\w., ]+\w)")
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
@@ -121,7 +126,8 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
         return f"error: {where}{field[1]}\nhint: {hint}\n"
     function = _FUNCTION.search(message)
     if function:
-        return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n"
+        hint = _HINT_SCHEDULE if _SCHEDULE.search(message) else ""
+        return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n{hint}"
     absent = _NO_ATTRIBUTE.search(message)
     if absent:
         module = sys.modules.get(absent[1])

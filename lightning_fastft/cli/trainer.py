@@ -76,6 +76,13 @@ class FastFTTrainer(Trainer):
             check_float("trainer.gradient_clip_val", self.gradient_clip_val, low=0.0)
         if self.check_val_every_n_epoch is not None:
             check_int("trainer.check_val_every_n_epoch", self.check_val_every_n_epoch, low=1)
+        if self.val_check_interval == 0:
+            raise OptionError(
+                "trainer.val_check_interval must be above 0, got 0. For a run without validation: "
+                "--trainer.limit_val_batches 0"
+            )
+        if isinstance(log_every_n_steps, int):
+            check_int("trainer.log_every_n_steps", log_every_n_steps, low=0)
 
     @property
     def log_every_n_steps(self) -> int:
