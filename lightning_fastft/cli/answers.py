@@ -50,6 +50,7 @@ _HINT_SCHEDULE = (
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: ([\w., ]+\w)")
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
+_INNER_OWNER = re.compile(r"is not accepted\. Got value: Namespace\(class_path='(?!torch\.optim\.Optimizer')([^']+)'")
 # Functions of transformers that read files of a folder or the hub.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
 _NOISE = re.compile(
@@ -245,7 +246,9 @@ def _owner_of(lines: list[str], option: str) -> str | None:
         found = re.search(r"Problem with given class_path '([^']+)'", line)
         owner = found[1] if found else owner
         if f"'{option}'" in line and "not accepted" in line:
-            return owner
+            # An option of an optimizer or a scheduler, inside that of the model. Without a class it is the base class.
+            inner = _INNER_OWNER.search(line)
+            return inner[1] if inner else owner
     return None
 
 
