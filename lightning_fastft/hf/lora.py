@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from lightning_fastft.hf.dtypes import seeded
 from lightning_fastft.hf.lora_targets import ALL_LINEAR, copy_with_targets
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
     from torch import nn
@@ -123,13 +124,36 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     # on every device and with every strategy.
     with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
         try:
-            adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
+            with stacks_not_called_ignored(model, lora):
+                adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
         except _REFUSALS as error:
             near = difflib.get_close_matches(str(lora.init_lora_weights), _INITIALISATIONS, n=1)
             advice = f". Did you mean {near[0]}?" if near and "Unknown initialization" in str(error) else ""
             raise OptionError(f"lora does not match {type(model).__name__}: {error or repr(error)}{advice}") from error
     cast_adapters(adapted, adapter_dtype)
     return adapted
+
+
+@contextlib.contextmanager
+def stacks_not_called_ignored(model: nn.Module, lora: PeftConfig) -> Iterator[None]:
+    """Suppress a false warning while PEFT builds adapters on a model.
+
+    PEFT 0.21 compares the keys of rank_pattern and alpha_pattern with modules only, and warns that keys which name
+    stacks of ``target_parameters`` were ignored, although the stacks get these ranks and alphas. A warning that lists
+    any other key is shown.
+    """
+    stacks = tuple(getattr(lora, "target_parameters", None) or ())
+    names = [*stacks, *(name for name, _ in model.named_parameters() if name.endswith(stacks))]
+    patterns = {**getattr(lora, "rank_pattern", {}), **getattr(lora, "alpha_pattern", {})} if stacks else {}
+    read = [key for key in patterns if any(re.match(rf"(.*\.)?({key})$", name) for name in names)]
+    if not read:
+        yield
+        return
+    key = "|".join(re.escape(repr(key)) for key in read)
+    words = rf"The following \w+_pattern keys did not match any .*: \[({key})(, ({key}))*\]\.$"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=words, category=RuntimeWarning)
+        yield
 
 
 def cast_adapters(model: nn.Module, dtype: torch.dtype) -> None:
