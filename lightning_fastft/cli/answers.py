@@ -108,7 +108,7 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         for line in lines[1 if key else 0 :]
         if line and not _NOISE.match(line)
     ]
-    reason = " ".join(filter(None, kept)) or message.strip()
+    reason = " ".join(dict.fromkeys(filter(None, kept))) or message.strip()
     # The option of a class has a parser of its own.
     inner = _INNER_KEY.match(reason) if key else None
     where = f"{key[1]}.{inner[1]}: " if key and inner else where
@@ -223,14 +223,22 @@ def _explain_choice(reason: str, lines: list[str]) -> str:
         return "" if found[1] != groups[0] else f"must be one of {', '.join(groups)}{_got(found, lines)}"
     if (_TYPE.search(reason) or _NO_CLASS.match(reason)) and any(map(_CHOICE.search, lines)):
         return ""
-    types = [line for line in lines if _TYPE.search(line)]
-    if not found and len(types) == 1:
-        found = _TYPE.search(reason)
+    types = [line.removeprefix("- ") for line in lines if _TYPE.search(line)]
+    found = found or _TYPE.search(reason)
     if not found:
         return reason
+    if found[1] in _KINDS and types.index(reason) > 0:
+        # A union of types has a line for each of them, and the first line is answered for all.
+        return ""
     has_none = "- Expected a <class 'NoneType'>" in lines and found[2] is None
-    allowed = _KINDS.get(found[1]) or f"one of {found[1]}"
+    allowed = _join_kinds(types) if found[1] in _KINDS else f"one of {found[1]}"
     return f"{reason[: found.start()]}must be {'None or ' if has_none else ''}{allowed}{_got(found, lines)}"
+
+
+def _join_kinds(types: list[str]) -> str:
+    """Return what a value must be, by the types that the parser expects."""
+    names = [found[1] for found in map(_TYPE.search, types) if found]
+    return " or ".join(_KINDS[name] for name in names if name != "int" or "float" not in names)
 
 
 def _got(found: re.Match[str], lines: list[str]) -> str:
