@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fastft import ExactResume
 from lightning_fastft.cli.trainer import FastFTTrainer
 from tests.support.datamodule_worker import TinyModel, make_data
 
@@ -58,12 +59,18 @@ def test_last_step_is_saved(tmp_path, saver, options, saved):
         assert torch.equal(last["state_dict"]["weight"], model.weight)
 
 
-def test_last_step_is_saved_with_the_weights_of_training_and_resumed_from(tmp_path):
-    whole, _ = fit(tmp_path / "whole", max_steps=9, **NEVER)
-    _, found = fit(tmp_path / "first", max_steps=5, callbacks=[WritesWeights()], **NEVER)
+@pytest.mark.filterwarnings("ignore:Resumed with another setting")
+@pytest.mark.parametrize("is_saved_at_end", [False, True])
+@pytest.mark.parametrize("end", [{"max_steps": 9}, {"max_steps": -1, "max_epochs": 2}])
+def test_a_run_that_a_limit_ended_inside_an_epoch_goes_on_with_the_rest_of_it(tmp_path, end, is_saved_at_end):
+    """Also where the limit is another one: Lightning would go on with the next epoch."""
+    options = NEVER if is_saved_at_end else {"limit_val_batches": 0}
+    whole, _ = fit(tmp_path / "whole", **end, **options)
+    _, found = fit(tmp_path / "first", max_steps=3, callbacks=[WritesWeights(), ExactResume()], **options)
     last = tmp_path / "first" / found[0]
-    resumed, _ = fit(tmp_path / "resumed", max_steps=9, ckpt_path=last, **NEVER)
-    assert len(resumed.seen) == 4
+    resumed, _ = fit(tmp_path / "resumed", ckpt_path=last, callbacks=[ExactResume()], **end, **options)
+    assert found == ["checkpoints/epoch=0-step=3.ckpt"]
+    assert resumed.seen == whole.seen[3:]
     assert torch.equal(resumed.weight, whole.weight)
-    _, again = fit(tmp_path / "again", max_steps=5, ckpt_path=last, **NEVER)
+    _, again = fit(tmp_path / "again", max_steps=3, ckpt_path=last, **options)
     assert again == []
