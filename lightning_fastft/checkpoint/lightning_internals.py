@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +56,20 @@ def note_begun_epoch(trainer: Trainer) -> None:
     for tracker in (progress.total, progress.current):
         for name in ("ready", "started"):
             setattr(tracker, name, max(getattr(tracker, name), tracker.processed + 1))
+
+
+def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
+    """Make a checkpoint of the end of a run count its last epoch as running, if a limit ended the run inside it.
+
+    Lightning (2.6.6) counts that epoch as processed, and a run that continues to max_epochs would skip the rest of it.
+    """
+    loop = (checkpoint.get("loops") or {}).get("fit_loop")
+    if not loop or loop["epoch_loop.batch_progress"]["is_last_batch"]:
+        return
+    for tracker in ("total", "current"):
+        counts = loop["epoch_progress"][tracker]
+        for name in ("processed", "completed"):
+            counts[name] = min(counts[name], max(0, counts["started"] - 1))
 
 
 def is_in_window(trainer: Trainer) -> bool:
@@ -120,6 +134,28 @@ def wrap_monitored(trainer: Trainer, patcher: ModelPatcher, agree: Callable[[Met
         return agree({} if value is None else {name: value}).get(name)
 
     wrap(trainer.fit_loop.epoch_loop, "_get_monitor_value", read_plateau)
+
+
+def save_last_step(trainer: Trainer, callback: ModelCheckpoint) -> None:
+    """Let a ModelCheckpoint save at the end of training, unless it has saved this step or keeps only the best ones.
+
+    Lightning has counted the last epoch as completed, also where a limit ended the run inside it. A run that resumes
+    would train the rest of that epoch as the next one, so the count is that of ``on_train_epoch_end`` during the save.
+    """
+    if callback._should_skip_saving_checkpoint(trainer):
+        return
+    progress: Any = trainer.fit_loop.epoch_progress
+    trackers = (progress.total, progress.current)
+    for tracker in trackers:
+        tracker.completed -= 1
+    try:
+        metrics = callback._monitor_candidates(trainer)
+        if callback.monitor is None:
+            callback._save_topk_checkpoint(trainer, metrics)
+        callback._save_last_checkpoint(trainer, metrics)
+    finally:
+        for tracker in trackers:
+            tracker.completed += 1
 
 
 def wrap_average(callback: Any, patcher: ModelPatcher, wrap: Callable[[Any], Any]) -> None:

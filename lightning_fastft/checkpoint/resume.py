@@ -18,6 +18,7 @@ from lightning_fastft.checkpoint.lightning_internals import (
     do_nothing,
     is_in_window,
     note_begun_epoch,
+    reopen_epoch,
     signal_connector,
     sigterm_broadcast,
 )
@@ -150,6 +151,7 @@ class ExactResume(GivenOnce, Callback):
         """Read the random state of this rank, and warn of settings that differ."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        reopen_epoch(checkpoint)
         state = checkpoint.get(STATE)
         if state is None:
             rank_zero_warn(

@@ -42,9 +42,15 @@ _CLASS_MODULES = {
 }
 # Options for a model and for data, by the option of their class.
 _PLACES = {"model": "model.model", "data": "data.paths"}
+_SCHEDULE = re.compile(r"transformers\.(?:optimization\.)?get_\w*schedule")
+_HINT_SCHEDULE = (
+    "hint: schedules of transformers are functions, and a config names classes: write --model.scheduler cosine "
+    "--model.warmup_steps 100 (or linear, constant), or a class of torch.optim.lr_scheduler\n"
+)
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: ([\w., ]+\w)")
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
+_INNER_OWNER = re.compile(r"is not accepted\. Got value: Namespace\(class_path='(?!torch\.optim\.Optimizer')([^']+)'")
 # Functions of transformers that read files of a folder or the hub.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
 _NOISE = re.compile(
@@ -102,7 +108,7 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         for line in lines[1 if key else 0 :]
         if line and not _NOISE.match(line)
     ]
-    reason = " ".join(filter(None, kept)) or message.strip()
+    reason = " ".join(dict.fromkeys(filter(None, kept))) or message.strip()
     # The option of a class has a parser of its own.
     inner = _INNER_KEY.match(reason) if key else None
     where = f"{key[1]}.{inner[1]}: " if key and inner else where
@@ -121,7 +127,8 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
         return f"error: {where}{field[1]}\nhint: {hint}\n"
     function = _FUNCTION.search(message)
     if function:
-        return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n"
+        hint = _HINT_SCHEDULE if _SCHEDULE.search(message) else ""
+        return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n{hint}"
     absent = _NO_ATTRIBUTE.search(message)
     if absent:
         module = sys.modules.get(absent[1])
@@ -216,14 +223,22 @@ def _explain_choice(reason: str, lines: list[str]) -> str:
         return "" if found[1] != groups[0] else f"must be one of {', '.join(groups)}{_got(found, lines)}"
     if (_TYPE.search(reason) or _NO_CLASS.match(reason)) and any(map(_CHOICE.search, lines)):
         return ""
-    types = [line for line in lines if _TYPE.search(line)]
-    if not found and len(types) == 1:
-        found = _TYPE.search(reason)
+    types = [line.removeprefix("- ") for line in lines if _TYPE.search(line)]
+    found = found or _TYPE.search(reason)
     if not found:
         return reason
+    if found[1] in _KINDS and types.index(reason) > 0:
+        # A union of types has a line for each of them, and the first line is answered for all.
+        return ""
     has_none = "- Expected a <class 'NoneType'>" in lines and found[2] is None
-    allowed = _KINDS.get(found[1]) or f"one of {found[1]}"
+    allowed = _join_kinds(types) if found[1] in _KINDS else f"one of {found[1]}"
     return f"{reason[: found.start()]}must be {'None or ' if has_none else ''}{allowed}{_got(found, lines)}"
+
+
+def _join_kinds(types: list[str]) -> str:
+    """Return what a value must be, by the types that the parser expects."""
+    names = [found[1] for found in map(_TYPE.search, types) if found]
+    return " or ".join(_KINDS[name] for name in names if name != "int" or "float" not in names)
 
 
 def _got(found: re.Match[str], lines: list[str]) -> str:
@@ -239,7 +254,9 @@ def _owner_of(lines: list[str], option: str) -> str | None:
         found = re.search(r"Problem with given class_path '([^']+)'", line)
         owner = found[1] if found else owner
         if f"'{option}'" in line and "not accepted" in line:
-            return owner
+            # An option of an optimizer or a scheduler, inside that of the model. Without a class it is the base class.
+            inner = _INNER_OWNER.search(line)
+            return inner[1] if inner else owner
     return None
 
 

@@ -167,7 +167,12 @@ class FastFTCLI(LightningCLI):
                 self._parser(self.subcommand).error(str(error))
             raise OptionError(f"{error}{_suggest(str(error))}") from error
         except TypeError as error:
-            # Lightning's accelerators raise it for a number of devices.
+            # Lightning's accelerators raise it for a number of devices, timedelta for a unit that it does not know.
+            if "invalid keyword argument" in str(error):
+                raise OptionError(
+                    f"trainer.max_time or val_check_interval: {error}. The units are days, hours, minutes and seconds: "
+                    "--trainer.max_time.hours 8"
+                ) from error
             if "devices" not in str(error):
                 raise
             raise OptionError(f"trainer.devices: {error}") from error

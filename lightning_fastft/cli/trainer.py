@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from lightning_fastft.cli.final_save import FinalSave
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.given_once import GivenOnce
@@ -21,7 +22,7 @@ LONGEST_INTERVAL, TIMES_IN_A_RUN = 50, 10
 
 
 class FastFTTrainer(Trainer):
-    """Lightning's Trainer; with "auto" short runs log their loss too, and the launcher sets the number of nodes.
+    """Lightning's Trainer that saves the last step; short runs log their loss too, and the launcher sets the nodes.
 
     torchrun and srun also set the number of devices, with a strategy for several: they start one process for each, and
     a config for one GPU then serves a job.
@@ -54,7 +55,8 @@ class FastFTTrainer(Trainer):
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if enable_progress_bar is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
-            kwargs["callbacks"] = callbacks
+        # WeightAveraging replaces the weights in its own on_train_end.
+        kwargs["callbacks"] = [FinalSave(), *callbacks]
         _refuse_equal_savers(callbacks)
         for callback in callbacks:
             # Their setup would refuse too, but after the data is tokenised.
@@ -74,6 +76,13 @@ class FastFTTrainer(Trainer):
             check_float("trainer.gradient_clip_val", self.gradient_clip_val, low=0.0)
         if self.check_val_every_n_epoch is not None:
             check_int("trainer.check_val_every_n_epoch", self.check_val_every_n_epoch, low=1)
+        if self.val_check_interval == 0:
+            raise OptionError(
+                "trainer.val_check_interval must be above 0, got 0. For a run without validation: "
+                "--trainer.limit_val_batches 0"
+            )
+        if isinstance(log_every_n_steps, int):
+            check_int("trainer.log_every_n_steps", log_every_n_steps, low=0)
 
     @property
     def log_every_n_steps(self) -> int:

@@ -29,8 +29,8 @@ fastft: fine-tune Hugging Face causal language models with PyTorch Lightning.
   fastft bench    [--workload NAME] [--out FOLDER]       speed and memory against other systems
 
 Any option of a config can be given on the command line: --data.paths train.jsonl --trainer.max_steps 100
-Values that name classes may come from lightning, torch, torchmetrics, peft, lightning_fastft and the schedulers of
-transformers. --allow-import my_package adds your own package; the current folder is searched too.
+Values that name classes may come from lightning, torch, torchmetrics, peft and lightning_fastft. --allow-import
+my_package adds your own package; the current folder is searched too.
 All options: fastft fit --help.  Shipped configs: {configs}
 """
 _OPTIONS_OF_FIT = "Any option of a config can be given too; all of them: fastft fit --help\n"

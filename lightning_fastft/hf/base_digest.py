@@ -61,27 +61,34 @@ def digest_tensors(model: nn.Module, *, is_trained_too: bool) -> str:
     return "tensors:" + hashlib.sha256("\n".join(names).encode() + _join_samples(samples)).hexdigest()
 
 
-def digest_values(model: nn.Module) -> str:
-    """Return a digest of names, shapes and sampled values that is the same in fp32 and bf16, and for a model that was
-    given and one that was read from files; an empty string if a parameter is quantised, fp16, empty or on the meta
-    device, or if the model has adapters.
+def digest_values(model: nn.Module, *, file_dtype: torch.dtype | None = None) -> str:
+    """Return digests of names, shapes and sampled values, separated by spaces, to compare a model that was given with
+    files.
+
+    "values" is the same in fp32 and bf16, and "halves" in fp32 and fp16. A bf16 model has "halves" only if file_dtype,
+    that of its files, is bf16: its values are otherwise rounded before they are compared. The string is empty if a
+    parameter is quantised, empty or on the meta device, if dtypes are mixed, or if the model has adapters.
 
     Cost:
-        One copy of 64 values per tensor to the host, and one host sync.
+        Two copies of 64 values per tensor to the host, and two host syncs.
     """
     parameters = dict(model.named_parameters())
     are_known = all(
-        type(parameter) is nn.Parameter
-        and parameter.dtype in (torch.float32, torch.bfloat16)
-        and parameter.numel()
-        and not parameter.is_meta
+        type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta
         for parameter in parameters.values()
     )
     if not parameters or not are_known or hasattr(model, "peft_config"):
         return ""
-    names = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in parameters.items())
-    samples = [_sample(parameter).bfloat16().float() for parameter in parameters.values()]
-    return "values:" + hashlib.sha256(names.encode() + _join_samples(samples)).hexdigest()
+    names = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in parameters.items()).encode()
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    exact = {torch.float32, torch.float16} | ({torch.bfloat16} & {file_dtype})
+    kinds = {"values": (torch.bfloat16, {torch.float32, torch.bfloat16}), "halves": (torch.float16, exact)}
+    digests: list[str] = []
+    for kind, (dtype, comparable) in kinds.items():
+        if dtypes <= comparable:
+            samples = [_sample(parameter).to(dtype).float() for parameter in parameters.values()]
+            digests.append(f"{kind}:{hashlib.sha256(names + _join_samples(samples)).hexdigest()}")
+    return " ".join(digests)
 
 
 def _sample(parameter: nn.Parameter) -> torch.Tensor:

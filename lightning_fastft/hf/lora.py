@@ -8,18 +8,19 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastft.core.checks import check_float, check_int, check_share
+from lightning_fastft.core.checks import check_bool, check_float, check_int, check_share
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.dtypes import seeded
 from lightning_fastft.hf.lora_targets import ALL_LINEAR, copy_with_targets
 
 if TYPE_CHECKING:
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
     from torch import nn
@@ -41,6 +42,15 @@ _MATCH = (
 OWNED_BY_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.([^.]+)")
 # Names of PEFT's fields in other libraries that are not spelled alike.
 _NAMES_ELSEWHERE = {"rank": "r"}
+_FLAGS = (
+    "ensure_weight_tying",
+    "fan_in_fan_out",
+    "inference_mode",
+    "lora_bias",
+    "use_dora",
+    "use_qalora",
+    "use_rslora",
+)
 _INITIALISATIONS = ("gaussian", "eva", "olora", "pissa", "loftq", "orthogonal")
 
 # Errors that PEFT raises for a configuration that does not match the model.
@@ -114,13 +124,36 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     # on every device and with every strategy.
     with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
         try:
-            adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
+            with stacks_not_called_ignored(model, lora):
+                adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
         except _REFUSALS as error:
             near = difflib.get_close_matches(str(lora.init_lora_weights), _INITIALISATIONS, n=1)
             advice = f". Did you mean {near[0]}?" if near and "Unknown initialization" in str(error) else ""
             raise OptionError(f"lora does not match {type(model).__name__}: {error or repr(error)}{advice}") from error
     cast_adapters(adapted, adapter_dtype)
     return adapted
+
+
+@contextlib.contextmanager
+def stacks_not_called_ignored(model: nn.Module, lora: PeftConfig) -> Iterator[None]:
+    """Suppress a false warning while PEFT builds adapters on a model.
+
+    PEFT 0.21 compares the keys of rank_pattern and alpha_pattern with modules only, and warns that keys which name
+    stacks of ``target_parameters`` were ignored, although the stacks get these ranks and alphas. A warning that lists
+    any other key is shown.
+    """
+    stacks = tuple(getattr(lora, "target_parameters", None) or ())
+    names = [*stacks, *(name for name, _ in model.named_parameters() if name.endswith(stacks))]
+    patterns = {**getattr(lora, "rank_pattern", {}), **getattr(lora, "alpha_pattern", {})} if stacks else {}
+    read = [key for key in patterns if any(re.match(rf"(.*\.)?({key})$", name) for name in names)]
+    if not read:
+        yield
+        return
+    key = "|".join(re.escape(repr(key)) for key in read)
+    words = rf"The following \w+_pattern keys did not match any .*: \[({key})(, ({key}))*\]\.$"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=words, category=RuntimeWarning)
+        yield
 
 
 def cast_adapters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -196,6 +229,7 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
         )
     check_int("lora.r", lora.r, low=1, high=LARGEST_RANK)
     _check_alpha(lora.lora_alpha)
+    _check_types(lora)
     for name, ranks in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         if ranks is not None and not isinstance(ranks, Mapping):
             raise OptionError(f"lora.{name} must be a mapping of patterns, got {ranks!r}.")
@@ -222,6 +256,23 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
             "transformers. Remove it, or save a model with the layers repeated and train on its folder."
         )
     return lora
+
+
+def _check_types(lora: LoraConfig) -> None:
+    """Raise on values that PEFT takes as true because they are not empty, and on names and ids that are no list."""
+    for name in _FLAGS:
+        value = getattr(lora, name, None)
+        if value is not None:
+            check_bool(f"lora.{name}", value)
+    if isinstance(lora.modules_to_save, str):
+        names = lora.modules_to_save.replace(",", ", ")
+        raise OptionError(f"lora.modules_to_save must be a list, got {lora.modules_to_save!r}. Write [{names}].")
+    indices = lora.trainable_token_indices or []
+    for ids in indices.values() if isinstance(indices, Mapping) else [indices]:
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise OptionError(f"lora.trainable_token_indices must be a list of token ids, got {ids!r}. Write [{ids}].")
+        for token in ids:
+            check_int("lora.trainable_token_indices", token, low=0)
 
 
 def _own_patterns(lora: LoraConfig) -> list[str]:

@@ -73,6 +73,8 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._copies = AsyncScalarReader()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = self._num_summed = 0
+        # Micro-batches of a resumed epoch that an earlier run has trained.
+        self._first_batch = 0
         self._is_described = False
         # Names on the bar before a validation, and names that validations added.
         self._names_before: frozenset[str] = frozenset()
@@ -84,9 +86,22 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._window_names: tuple[str, ...] = ()
         self._finished: deque[tuple[float, int]] = deque(maxlen=NUM_BATCHES_IN_RATE + 1)
 
+    @property
+    def total_train_batches(self) -> int | float:
+        """Micro-batches of the epoch, or up to max_steps if that ends the run inside it.
+
+        Lightning 2.6.6 counts the remaining optimizer steps as micro-batches, and those of a resumed epoch from 0.
+        """
+        trainer = self.trainer
+        if trainer.max_steps < 0:
+            return trainer.num_training_batches
+        num_left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        return min(trainer.num_training_batches, self._first_batch + num_left)
+
     def on_train_start(self, trainer: Trainer, *args: Any) -> None:
         """Reset the bar."""
         self._drop()
+        self._first_batch = 0
         self._shown, self._num_tokens, self._last_global_step = {}, 0, trainer.global_step
         self._finished.clear()
         self._is_described = False
@@ -100,7 +115,9 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Show epoch and number of batches in an epoch that was resumed, which Lightning does not start again."""
         if not self._is_described:
+            self._first_batch = batch_idx
             self.on_train_epoch_start(trainer)
+            self._first_batch = 0
             # Time per batch counts from here.
             self.train_progress_bar.initial = self.train_progress_bar.n = batch_idx
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from lightning_fastft.cli.command import main
 from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.hf.base_digest import digest_files, digest_tensors, digest_values
+from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.model.base_identity import check_base, describe_base, digest_base
 from tests.support.fine_tuners import word_tokenizer
 from tests.support.training_parts import packed_loader, quiet_trainer, tiny_llama
 
@@ -187,11 +189,39 @@ def test_export_compares_a_model_that_was_given_with_the_files_of_a_base(tmp_pat
 
 def test_values_are_compared_in_every_dtype_that_holds_them():
     model = tiny_llama()
-    digest = digest_values(model)
+    digest = digest_values(model).split()[0]
     assert digest_values(model.bfloat16()) == digest
     model.resize_token_embeddings(model.config.vocab_size + 1)
     assert digest_values(model) != digest
-    assert not digest_values(model.half())
+    model.lm_head.half()
+    assert not digest_values(model)
+
+
+@pytest.mark.parametrize("file_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_of_a_model_is_compared_with_its_files_in_their_dtype(file_dtype, tmp_path):
+    def read(dtype):
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+
+    torch.manual_seed(0)
+    model = tiny_llama()
+    with torch.no_grad():
+        # Values that are subnormal in fp16, and others that bf16 rounds.
+        model.model.embed_tokens.weight[::2] *= 1e-5
+    model.to(file_dtype).save_pretrained(tmp_path / "base")
+    source = ModelSource(str(tmp_path / "base"))
+    recorded = describe_base(None, seed=0, digest=digest_base(read(torch.float16), source=None))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        present = {"source": source, "seed": 0, "accept_other": False}
+        check_base(recorded, digest=digest_base(read(dtype), source=source), **present)
+        other = read(dtype)
+        with torch.no_grad():
+            other.model.norm.weight.mul_(1.5)
+        # Another rounding than that of the files cannot be compared.
+        if dtype is torch.bfloat16 and file_dtype is not torch.bfloat16:
+            assert "halves" not in digest_base(other, source=source)
+            continue
+        with pytest.raises(ResumeError, match="other weights"):
+            check_base(recorded, digest=digest_base(other, source=source), **present)
 
 
 def test_a_checkpoint_of_a_peft_model_that_was_given_says_how_to_export_it(tmp_path, capsys):

@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.model_types import ALTERNATIVES, build_config
 from lightning_fastft.core.errors import OptionError, ResumeError
+from lightning_fastft.hf.export import save_adapters
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.hf.lora_targets import find_default_targets, find_lost_names, shorten
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -127,11 +128,15 @@ def test_a_wrong_target_is_refused_with_the_nearest_names(lora, nearest):
         add_adapters(build_tiny("qwen3_moe"), lora=LoraConfig(r=2, **lora), adapter_dtype=torch.float32)
 
 
-def test_ranks_and_alphas_of_expert_stacks_are_read():
+@pytest.mark.parametrize("others", [{}, {r"mlp\.no_such_\w+": 3}])
+def test_ranks_and_alphas_of_expert_stacks_are_read(others, tmp_path, recwarn):
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    patterns = {"rank_pattern": {"gate_up_proj": 2}, "alpha_pattern": {stacks[1]: 3}}
+    patterns = {"rank_pattern": {"gate_up_proj": 2, "q_proj": 3}, "alpha_pattern": {stacks[1]: 3, **others}}
     lora = LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj"], target_parameters=stacks, **patterns)
     adapted = add_adapters(build_tiny("qwen3_moe"), lora=lora, adapter_dtype=torch.float32)
+    save_adapters(adapted, tmp_path / "saved")
+    told = {str(warning.message) for warning in recwarn if "_pattern keys" in str(warning.message)}
+    assert (told == set()) if not others else ["alpha_pattern" in words for words in told] == [True]
     layers = [layer for layer in adapted.modules() if hasattr(layer, "parameter_name")]
     assert {(layer.parameter_name, layer.r["default"], layer.scaling["default"]) for layer in layers} == {
         ("gate_up_proj", 2, 2.0),

@@ -34,6 +34,30 @@ def test_a_configuration_that_imports_or_never_ends_is_refused_as_a_mapping_and_
         parse_lora(LoraConfig(**fields))
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        # PEFT would take these words as true; a null on the command line is the text "None".
+        ({"use_dora": "None"}, "lora.use_dora must be True or False, got 'None'"),
+        ({"use_rslora": "maybe"}, "lora.use_rslora must be"),
+        ({"lora_bias": 1}, "lora.lora_bias must be"),
+        ({"inference_mode": "no"}, "lora.inference_mode must be"),
+        ({"modules_to_save": "embed_tokens,lm_head"}, r"Write \[embed_tokens, lm_head\]"),
+        ({"trainable_token_indices": 5}, r"a list of token ids, got 5. Write \[5\]"),
+        ({"trainable_token_indices": [3, -1]}, "trainable_token_indices must be at least 0, got -1"),
+        ({"trainable_token_indices": {"embed_tokens": [1.5]}}, "trainable_token_indices must be a whole number"),
+    ],
+)
+def test_values_of_another_type_are_refused(fields, told):
+    with pytest.raises(OptionError, match=told):
+        parse_lora(fields)
+
+
+def test_flags_may_be_null_and_ids_a_list():
+    lora = {"use_dora": None, "fan_in_fan_out": None, "trainable_token_indices": {"embed_tokens": [3, 5]}}
+    assert not parse_lora(lora).use_dora
+
+
 @pytest.mark.parametrize("field", ["cache_file", "covariance_file"])
 def test_a_configuration_that_names_a_file_is_refused(field):
     with pytest.raises(OptionError, match="names a file"):

@@ -1,5 +1,6 @@
 """FastFTProgressBar: loss and tokens per second from values that have arrived, none read from the device."""
 
+import warnings
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -185,3 +186,29 @@ def test_bar_of_an_epoch_that_is_resumed_has_epoch_position_and_total(tmp_path):
         ("Epoch 1: ", 5, 6, 4),
         ("Epoch 1: ", 6, 6, 4),
     ]
+
+
+class SaveOnceAtStep(SaveAtStep):
+    def on_train_batch_end(self, trainer, *args):
+        if not self.path.exists():
+            super().on_train_batch_end(trainer, *args)
+
+
+@pytest.mark.parametrize("max_epochs", [-1, 3])
+@pytest.mark.parametrize(("first", "totals"), [(0, [6, 4]), (2, [6, 4]), (4, [4])])
+def test_bar_ends_where_max_steps_ends_the_run(tmp_path, first, totals, max_epochs):
+    """Three steps of two micro-batches in the first epoch, two in the second."""
+    path, options = tmp_path / "saved.ckpt", {"max_steps": 5, "max_epochs": max_epochs, "accumulate_grad_batches": 2}
+    if first:
+        fit(
+            tmp_path, PlainModule(tiny_llama()), FastFTProgressBar(), callbacks=[SaveOnceAtStep(first, path)], **options
+        )
+    bar = FastFTProgressBar()
+    records = RecordsBar(bar)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not resumable")
+        fit(tmp_path, PlainModule(tiny_llama()), bar, callbacks=[records], ckpt_path=path if first else None, **options)
+    assert list(dict.fromkeys((epoch, total) for epoch, _, total, _ in records.seen)) == [
+        (f"Epoch {2 - len(totals) + number}: ", total) for number, total in enumerate(totals)
+    ]
+    assert records.seen[-1][1] == totals[-1]

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 # The first one that a checkpoint and a run both have is compared.
-_KINDS = ("files", "tensors", "values")
+_KINDS = ("files", "tensors", "values", "halves")
 
 
 def digest_base(model: Any, *, source: ModelSource | None) -> str:
     """Return the digests of a frozen base, separated by spaces.
 
-    The first is that of its files, or of its tensors if there are no files. That of its values compares these two. What
+    The first is that of its files, or of its tensors if there are no files. Those of its values compare these two. What
     is not in memory yet has none.
     """
     from lightning_fastft.hf.base_digest import digest_files, digest_tensors, digest_values
@@ -32,7 +32,8 @@ def digest_base(model: Any, *, source: ModelSource | None) -> str:
         own = digest_files(paths) if paths else ""
     else:
         own = digest_tensors(model, is_trained_too=not hasattr(model, "peft_config"))
-    return f"{own} {digest_values(model)}".strip()
+    file_dtype = source.config.dtype if source is not None and source.init == "pretrained" else None
+    return f"{own} {digest_values(model, file_dtype=file_dtype)}".strip()
 
 
 def describe_base(source: ModelSource | None, *, seed: int, digest: str) -> dict[str, Any]:

@@ -147,6 +147,12 @@ def check_optimizer_options(tuner: Tuner) -> None:
         check_float("weight_decay", tuner.weight_decay, low=0.0, high=LARGEST_RATE)
     if tuner.warmup_steps is not None:
         check_int("warmup_steps", tuner.warmup_steps, low=0, high=LARGEST_STEP)
+    if callable(tuner.scheduler) and (tuner.warmup_steps or tuner.min_learning_rate_share):
+        raise OptionError(
+            "warmup_steps and min_learning_rate_share have no effect on a scheduler of your own, got "
+            f"warmup_steps={tuner.warmup_steps}, min_learning_rate_share={tuner.min_learning_rate_share}. Remove them, "
+            "or remove scheduler."
+        )
     if tuner.loraplus_lr_ratio is not None:
         check_float("loraplus_lr_ratio", tuner.loraplus_lr_ratio, low=1.0, high=LARGEST_RATE)
         if not tuner.has_adapters:
