@@ -21,7 +21,7 @@ from lightning_fastft.fused.low_precision_adapters import install_low_precision_
 from lightning_fastft.hf.expert_nf4 import quantise_experts
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading.source import ModelSource, auto_class
-from lightning_fastft.hf.lora import cast_adapters, check_patterns, stacks_not_called_ignored
+from lightning_fastft.hf.lora import cast_adapters, check_patterns, without_pattern_warning
 from lightning_fastft.hf.lora_targets import copy_with_targets
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
 from lightning_fastft.mixers.install import STATUS_NAME as MIXERS_STATUS
@@ -153,7 +153,7 @@ def add_adapters_on_meta(model: PreTrainedModel, lora: LoraConfig | int) -> None
     lora, _ = copy_with_targets(model, lora)
     # There are no weights that LoftQ and others could read.
     lora.init_lora_weights = False
-    with torch.device("meta"), _WithoutValues(), stacks_not_called_ignored(model, lora):
+    with torch.device("meta"), _WithoutValues(), without_pattern_warning(model, lora):
         inject_adapter_in_model(lora, model)
     cast_adapters(model, torch.float32)
 

@@ -22,7 +22,7 @@ from lightning_fastft.core.errors import (
 from lightning_fastft.hf.added_tokens import save_resized
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.loading.source import auto_class
-from lightning_fastft.hf.lora import stacks_not_called_ignored, trained_adapters
+from lightning_fastft.hf.lora import trained_adapters, without_pattern_warning
 from lightning_fastft.hf.lora_init import ADAPTER, Initial, convert_config, convert_state
 from lightning_fastft.hf.lora_targets import find_lost_names
 from lightning_fastft.hf.merge import is_tied, logits_of, merge
@@ -72,7 +72,7 @@ def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
             "run code."
         )
     try:
-        with stacks_not_called_ignored(base, PeftConfig.from_pretrained(str(folder))):
+        with without_pattern_warning(base, PeftConfig.from_pretrained(str(folder))):
             return PeftModel.from_pretrained(base, str(folder)).eval()
     except (ValueError, RuntimeError) as error:
         raise DataError(f"The adapters in {folder} do not match {type(base).__name__}: {error}") from error
@@ -216,7 +216,7 @@ def export_adapters(
         _compare_tensors(expected, found, out=out)
         # With duplicates: loading unties a head of which a copy is trained, and its weight then has a name of its own.
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
-        with stacks_not_called_ignored(model, PeftConfig.from_pretrained(str(part))):
+        with without_pattern_warning(model, PeftConfig.from_pretrained(str(part))):
             again = PeftModel.from_pretrained(model.unload(), str(part))
         for name, parameter in again.named_parameters():
             # PEFT casts bf16 adapters to fp32, which computes differently from training.

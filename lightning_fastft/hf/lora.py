@@ -124,7 +124,7 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
     # on every device and with every strategy.
     with seeded(seed, device=next(model.parameters()).device), torch.device("cpu"):
         try:
-            with stacks_not_called_ignored(model, lora):
+            with without_pattern_warning(model, lora):
                 adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
         except _REFUSALS as error:
             near = difflib.get_close_matches(str(lora.init_lora_weights), _INITIALISATIONS, n=1)
@@ -135,7 +135,7 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
 
 
 @contextlib.contextmanager
-def stacks_not_called_ignored(model: nn.Module, lora: PeftConfig) -> Iterator[None]:
+def without_pattern_warning(model: nn.Module, lora: PeftConfig) -> Iterator[None]:
     """Suppress a false warning while PEFT builds adapters on a model.
 
     PEFT 0.21 compares the keys of rank_pattern and alpha_pattern with modules only, and warns that keys which name

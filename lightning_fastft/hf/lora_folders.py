@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.core.errors import DataError, OptionError, describe_mismatch
 from lightning_fastft.hf.added_tokens import find_resized
-from lightning_fastft.hf.lora import parse_lora, stacks_not_called_ignored
+from lightning_fastft.hf.lora import parse_lora, without_pattern_warning
 from lightning_fastft.hf.lora_init import ADAPTER, changes_base
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def add_frozen_adapters(model: PeftModel, folders: Sequence[str]) -> None:
                 "modules or tokens. Merge it into the base first: fastft export --merge."
             )
         try:
-            with stacks_not_called_ignored(model, lora):
+            with without_pattern_warning(model, lora):
                 model.load_adapter(folder, adapter_name=name, is_trainable=False, torch_device="cpu")
         except RuntimeError as error:
             raise _misfit(folder, describe_mismatch(error) or str(error)) from error

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError, list_names
-from lightning_fastft.hf.lora import stacks_not_called_ignored, tuner_layers
+from lightning_fastft.hf.lora import tuner_layers, without_pattern_warning
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -66,7 +66,7 @@ def check_read_back(
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         keys = list(file.keys())
     bare = _build_bare(model.get_base_model(), keys=keys)
-    with stacks_not_called_ignored(bare, model.peft_config[adapter]):
+    with without_pattern_warning(bare, model.peft_config[adapter]):
         again = PeftModel.from_pretrained(bare, str(folder), adapter_name=adapter, torch_device="cpu")
     held = dict(model.named_parameters()) if state_dict is None else state_dict
     found = dict(again.named_parameters())
