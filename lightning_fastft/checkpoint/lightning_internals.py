@@ -1,4 +1,4 @@
-"""All reads and writes of Lightning's internals. Lightning 2.6.6 has no public API for them."""
+"""Reads and writes of the state of Lightning's loops and connectors, for which Lightning 2.6.6 has no public API."""
 
 from __future__ import annotations
 

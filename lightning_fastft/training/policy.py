@@ -38,7 +38,7 @@ class PolicyTuner(ReferenceTuner):
 
     Rows come from files (format "rollouts") or from a ``RolloutDataModule``, which samples them during the training.
     GRPO is the default; DAPO is loss="dapo" with clip_high=0.28, GSPO is ratio="sequence", Dr. GRPO is loss="dr_grpo"
-    with advantage="centred", and RLOO is advantage="leave_one_out".
+    with advantage="centred" and max_completion_tokens, and RLOO is advantage="leave_one_out".
 
     Args:
         model: As in ``FineTuner``.

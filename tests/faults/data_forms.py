@@ -458,6 +458,8 @@ FORMS = (
         file("a.jsonl", lines({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100, 6, 7]})),
         "ids",
     ),
+    Form("padded ids", file("a.jsonl", lines({"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]})), "padded tokens"),
+    Form("Parquet of padded ids", parquet([{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}]), "padded tokens"),
     Form("ids below 0", file("a.jsonl", lines({"input_ids": [5, -6, 7]})), "impossible"),
     Form("a folder named like a file", folder(lambda root: file("x.jsonl/a.jsonl", LINES)(root)), TEXTS),
     Form(

@@ -317,8 +317,8 @@ def check_experts(model: nn.Module, *, num_owners: int) -> None:
     """
     if any(isinstance(parameter, ExpertsNF4) for parameter in model.parameters()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has experts in NF4, which cannot be sharded. Use strategy='fastft_ddp', or leave "
-            "quantization away."
+            f"{type(model).__name__} has experts in NF4, which cannot be sharded. Use strategy='fastft_ddp', or remove "
+            "quantization."
         )
     if num_owners == 1:
         return

@@ -23,7 +23,7 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "conversations": (("conversations",), ("system", "tools", "images", "image")),
     "prompt_completion": (("prompt", "completion"), ("tools", "images", "image")),
     "instruction": (("instruction", "output"), ("input",)),
-    "input_ids": (("input_ids",), ("labels",)),
+    "input_ids": (("input_ids",), ("labels", "attention_mask")),
     "text": (("text",), ()),
 }
 # Formats that also require at least one of these columns.
