@@ -36,3 +36,7 @@ def test_each_row_is_predicted_or_said_to_be_left_out(tmp_path):
     # Less memory for activations on the host, and predicted from different segments.
     assert rows[0].predicted_gib > rows[2].predicted_gib + 3
     assert "of which all is known: 3 of 3 steps" in describe(rows, skipped)
+    # Older code was slower.
+    older = [rows[0]._replace(date="2026-11-01", step_ms=9000.0), *rows]
+    assert "of which all is known: 3 of 4 steps" in describe(older, skipped)
+    assert "the newest of each setting: 3 of 3 steps" in describe(older, skipped)
