@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,6 @@ from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
 from lightning_fastft.estimate.costs import default_vram_bytes, model_costs, plan_on
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
-from lightning_fastft.estimate.meta_model import Swaps
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.planner.step import Plan
@@ -31,6 +31,8 @@ from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from lightning_fastft.hf.loading.source import ModelSource
 
 # Default document length in tokens.
 DEFAULT_DOCUMENT_TOKENS = 1024
@@ -110,27 +112,23 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
     # Each device computes the rows of its part, and of attention the heads that are its share.
     num_tokens = -(-max_tokens // num_parts)
     cost_options = _cost_options(model, trainer, document_tokens=options.document_tokens)
-
-    def plan_with(swaps: Swaps) -> tuple[StepCost, Plan]:
-        cost = model_costs(model.source, num_tokens=num_tokens, machine=gpu, **(cost_options | {"swaps": swaps}))
-        return cost, plan_on(gpu, cost, vram_budget_bytes=options.vram_bytes, host_budget_bytes=options.host_bytes)
-
-    tiles: list[str] = []
+    plan_in = functools.partial(_plan_in_tiles, options, model.source, cost_options, num_tokens=num_tokens)
+    num_tiles: int = cost_options["swaps"].mlp_tiles
     try:
-        cost, plan = plan_with(cost_options["swaps"])
+        cost, plan = plan_in(num_tiles)
     except OptionError as error:
         checkpointing = getattr(trainer.strategy, "checkpointing", None)
         if checkpointing is None or not checkpointing.options.may_tile:
             raise
+        num_tiles = AUTO_TILES
         try:
-            cost, plan = plan_with(cost_options["swaps"]._replace(mlp_tiles=AUTO_TILES))
+            cost, plan = plan_in(num_tiles)
         except FastFTError:
             # Tiles are not enough, or no layer has a block that could run in them.
             raise error from None
-        tiles = [f"feed-forward blocks: {AUTO_TILES} tiles, because nothing else fits"]
     vram_bytes = options.vram_bytes or default_vram_bytes(gpu, cost)
     lines = [
-        *tiles,
+        *([f"feed-forward blocks: {num_tiles} tiles"] if num_tiles > 1 else []),
         *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
         f"{gpu.name}: {_describe_origin(options)}",
         f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {options.host_bytes / _GIB:.1f} GiB of "
@@ -142,6 +140,15 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
         f"{'this plan':<15} {num_tokens / plan.prediction.step_ms * 1e3:>9,.0f} tokens/s",
     ]
     return "\n".join(lines)
+
+
+def _plan_in_tiles(
+    options: _Options, source: ModelSource, cost_options: Mapping[str, Any], num_tiles: int, *, num_tokens: int
+) -> tuple[StepCost, Plan]:
+    """Return the costs and the plan with this number of tiles of feed-forward blocks."""
+    swaps = cost_options["swaps"]._replace(mlp_tiles=num_tiles)
+    cost = model_costs(source, num_tokens=num_tokens, machine=options.gpu, **{**cost_options, "swaps": swaps})
+    return cost, plan_on(options.gpu, cost, vram_budget_bytes=options.vram_bytes, host_budget_bytes=options.host_bytes)
 
 
 def _read_options(words: Sequence[str]) -> tuple[_Options, list[str]]:
