@@ -200,11 +200,11 @@ class OffloadCheckpointing:
             layers,
             self.options,
             environment=RunEnvironment() if environment is None else environment,
+            patcher=patcher,
             weights=weights,
             gathered=gathered if self.options.weights == "auto" else None,
             vocab_size=vocab_size,
             name=name,
-            patcher=patcher,
         )
         stack.describe_gathered, stack.trained_bytes = describe_gathered, trained_bytes
         self.stacks.append(stack)

@@ -43,12 +43,12 @@ class SegmentStack(PlannedStack):
         layers: Decoder layers, in order.
         options: Options of the policy.
         environment: Environment of the run.
+        patcher: Undoes what is added to the layers later: tiles of feed-forward blocks.
         weights: The frozen weights of the layers; None if they cannot move to the host.
         gathered: Sharded weights, which may stay gathered in memory that the first plan leaves; None without
             any.
         vocab_size: Columns of the logits, for the memory of the first steps.
         name: Name of the model's status.
-        patcher: Undoes tiles of feed-forward blocks; None if they may not be added.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class SegmentStack(PlannedStack):
         options: StackOptions,
         *,
         environment: RunEnvironment,
+        patcher: ModelPatcher,
         weights: FrozenWeights | None = None,
         gathered: GatheredWeights | None = None,
         vocab_size: int = 0,
         name: str = "",
-        patcher: ModelPatcher | None = None,
     ) -> None:
         super().__init__(layers, options, environment=environment, weights=weights)
         self.name = name
@@ -276,11 +276,10 @@ class SegmentStack(PlannedStack):
     def _may_tile(self) -> bool:
         """Whether tiles may be added: never once there was a plan, because recorded layers would run without them."""
         is_allowed = self.options.may_tile and self.num_tiles == 1 and self.cost is None
-        return is_allowed and self._patcher is not None and any(map(dense_blocks, self._layers))
+        return is_allowed and any(map(dense_blocks, self._layers))
 
     def _tile(self) -> None:
         """Run feed-forward blocks in tiles because the first steps do not fit otherwise."""
-        assert self._patcher is not None
         self.num_tiles = AUTO_TILES
         install_tiles(self._layers, self.segments, self._patcher, num_tiles=AUTO_TILES)
         self.environment.report(
