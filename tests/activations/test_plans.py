@@ -446,6 +446,19 @@ def test_a_last_product_of_a_fused_layer_that_is_needed_after_all_is_computed(na
     assert_equal(read_gradients(model), expected, what="after a wrong guess")
 
 
+def check_tiled_step(model, batch, expected, *, num_blocks):
+    """Check the gradients of a step, and how often a block has run as a module; None for any number."""
+    model.zero_grad(set_to_none=True)
+    with count_own_forwards(model) as own:
+        model(**batch).loss.backward()
+    assert own.attention == 0
+    assert own.block == num_blocks or num_blocks is None
+    found = read_gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient)
+
+
 @pytest.mark.parametrize(("name", "num_layers"), [("qwen3", 3), ("gemma3", 2)])
 def test_tiles_of_the_block_and_fused_attention_go_together(name, num_layers):
     model, batches = make_fused(name, num_hidden_layers=num_layers)
@@ -456,15 +469,7 @@ def test_tiles_of_the_block_and_fused_attention_go_together(name, num_layers):
         # The first second run learns where it ends; after that, three tiles of three blocks run in the forward and once
         # more before their backward.
         for num_blocks in (None, 18):
-            model.zero_grad(set_to_none=True)
-            with count_own_forwards(model) as own:
-                model(**batches[0]).loss.backward()
-            assert own.attention == 0
-            assert own.block == num_blocks or num_blocks is None
-            found = read_gradients(model)
-            assert found.keys() == expected.keys()
-            for name, gradient in expected.items():
-                assert_close(found[name], gradient)
+            check_tiled_step(model, batches[0], expected, num_blocks=num_blocks)
         patcher.undo()
 
 
@@ -476,14 +481,7 @@ def test_fused_blocks_run_as_modules_once_tiles_are_added():
     # The second run of a block in tiles learns where it ends; after that, eight tiles of three blocks run in the forward
     # and once more before their backward.
     for num_blocks, is_last in ((0, False), (0, False), (None, True), (48, True)):
-        model.zero_grad(set_to_none=True)
-        with count_own_forwards(model) as own:
-            model(**batches[0]).loss.backward()
-        assert own.attention == 0
-        assert own.block == num_blocks or num_blocks is None
-        found = read_gradients(model)
-        for name, gradient in expected.items():
-            assert_close(found[name], gradient)
+        check_tiled_step(model, batches[0], expected, num_blocks=num_blocks)
         assert is_last or checkpointing.step_down()
 
 

@@ -29,10 +29,10 @@ from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.plan import Machine, predict
 from lightning_fastft.planner.step import EndBytes
 from tests.patches.test_value_points import adapted
-from tests.planner.plan_trials import assert_equal, kept_gradients, read_gradients
+from tests.planner.plan_trials import assert_equal, assert_near, kept_gradients, read_gradients
 from tests.support.engine_use import describe_use
 from tests.support.late_streams import LateStreams
-from tests.support.packs import assert_close, make_batch
+from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 
 LENGTHS = (40, 1, 25, 30)
@@ -454,12 +454,6 @@ def test_a_first_step_that_does_not_fit_is_measured_without_a_kept_layer(move):
         assert KEEP not in attached.plans or attached.stack.plan is not None
     assert attached.stack.plan is not None
     assert_equal(attached.step(), expected, what="planned")
-
-
-def assert_near(found, expected):
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert_close(found[name], gradient, bound=1e-5)
 
 
 def test_a_first_step_that_fits_nothing_else_runs_in_tiles():

@@ -14,8 +14,8 @@ from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from tests.patches.test_value_points import BIG, LENGTHS, CountProducts, adapted
-from tests.planner.plan_trials import kept_gradients, read_gradients
-from tests.support.packs import assert_close, make_batch
+from tests.planner.plan_trials import assert_near, kept_gradients, read_gradients
+from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 
 
@@ -30,10 +30,7 @@ def test_gradients_are_those_of_whole_blocks(policy, kind):
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         model(**batch).loss.backward()
-    found = read_gradients(model)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert_close(found[name], gradient, bound=1e-5)
+    assert_near(read_gradients(model), expected)
 
 
 def test_no_product_is_computed_more_often_than_by_recomputing_layers(monkeypatch):
@@ -59,9 +56,7 @@ def test_an_output_that_is_needed_after_all_is_computed():
     for segment in checkpointing.last_segments():
         segment.last_point = "mlp"
     model(**batch).loss.backward()
-    found = read_gradients(model)
-    for name, gradient in expected.items():
-        assert_close(found[name], gradient, bound=1e-5)
+    assert_near(read_gradients(model), expected)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.patches.packed import install_packed_training
 from lightning_fastft.planner.step import SegmentPlan
 from tests.support.engine_use import describe_use
+from tests.support.packs import assert_close
 
 
 class PlannedModel:
@@ -80,6 +81,13 @@ def random_plan(value_names, *, seed):
             )
         )
     return plan
+
+
+def assert_near(found, expected):
+    """Check gradients that differ by rounding only."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, bound=1e-5)
 
 
 def assert_equal(found, expected, *, what):
