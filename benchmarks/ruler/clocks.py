@@ -49,7 +49,7 @@ def query_gpu(fields: str) -> list[str]:
     if not command:
         return []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [cell.strip() for cell in done.stdout.splitlines()[0].split(",")] if done.returncode == 0 else []
+    return [cell.strip() for cell in done.stdout.split(",")] if done.returncode == 0 and done.stdout else []
 
 
 def find_card() -> str:

@@ -431,14 +431,15 @@ def test_clocks_are_read_while_the_log_is_open(monkeypatch, tmp_path):
 
 def test_a_card_has_a_name_of_its_own(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\n[ "$4" = 7 ] && exit 6\necho "GPU-$4"\n')
+    program.write_text('#!/bin/sh\n[ "$4" = 7 ] && exit 6\n[ "$4" = 8 ] && exit 0\necho "GPU-$4"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     names = []
-    for devices in ("3,1", "3", "1", "7"):
+    for devices in ("3,1", "3", "1", "7", "8"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
         names.append(clocks.find_card())
-    assert (names[0], names[3]) == (names[1], "")
+    # What is no card has no name.
+    assert (names[0], *names[3:]) == (names[1], "", "")
     assert names[1] != names[2]
     assert len(names[1]) == 8
 
