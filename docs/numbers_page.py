@@ -73,7 +73,8 @@ and `auto` are policies for activations, `unsloth` is Unsloth's default, and `of
   steps counts for those that are left.
 - The number in the last column refers to the commands below the table, with the raw log where there is one; a test
   computes the rows of a log again. `python -m benchmarks.compare --row NAME` measures all systems of a workload in one
-  run.
+  run. A run may have been several calls, one after the other on one card; its command then names what all of them
+  measured.
 
 {headlines}
 
