@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Limits above the width of any layer; an adapter is scaled by alpha divided by rank.
 LARGEST_RANK, LARGEST_ALPHA = 2**16, 2.0**20
-# Limits of the iterations of an initialisation, and of the layers after replication.
+# Limit of the iterations of an initialisation.
 MOST_ROUNDS = 100
 # A good pattern matches all names of a model within milliseconds; catastrophic backtracking can take years.
 PATTERN_SECONDS, LONGEST_PATTERN = 10.0, 10_000
