@@ -67,7 +67,8 @@ def digest_values(model: nn.Module, *, file_dtype: torch.dtype | None = None) ->
 
     "values" is the same in fp32 and bf16, and "halves" in fp32 and fp16. A bf16 model has "halves" only if file_dtype,
     that of its files, is bf16: its values are otherwise rounded before they are compared. The string is empty if a
-    parameter is quantised, empty or on the meta device, if dtypes are mixed, or if the model has adapters.
+    parameter is quantised, empty, on the meta device or of another dtype, if fp16 and bf16 are mixed, or if the model
+    has adapters.
 
     Cost:
         Two copies of 64 values per tensor to the host, and two host syncs.
