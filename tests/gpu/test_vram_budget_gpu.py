@@ -28,6 +28,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.filterwarnings("ig
 CONFIG = sizes(
     model_type="llama", vocab=4096, width=1024, inner=4096, layers=16, heads=8, key_heads=8, tie_word_embeddings=False
 )
+# Two layers whose feed-forward blocks take most of the memory of a step.
+WIDE = sizes(
+    model_type="llama", vocab=4096, width=256, inner=16384, layers=2, heads=4, key_heads=4, tie_word_embeddings=False
+)
 NUM_STEPS = 9
 
 
@@ -35,13 +39,14 @@ class Peaks(Callback):
     """Record losses, the peak reserved memory with that of loading, and the memory of the leanest plan."""
 
     def __init__(self):
-        self.losses, self.reserved, self.statuses, self.least_bytes = [], 0, [], None
+        self.losses, self.reserved, self.statuses, self.least_bytes, self.num_tiles = [], 0, [], None, 1
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.losses.append(float(outputs["loss"]))
         self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
         self.statuses = trainer.strategy.statuses()
-        self.least_bytes = self.least_bytes or trainer.strategy.checkpointing.stacks[-1].least_bytes
+        stack = trainer.strategy.checkpointing.stacks[-1]
+        self.least_bytes, self.num_tiles = self.least_bytes or stack.least_bytes, stack.num_tiles
         assert all(torch.any(item.grad != 0) for item in pl_module.parameters() if item.requires_grad)
 
 
@@ -66,13 +71,13 @@ def fit():
         yield lambda *arguments, **options: pool.submit(fit_here, *arguments, **options).result()
 
 
-def fit_here(folder, *, num_steps=NUM_STEPS, runs_out=False, **activations):
+def fit_here(folder, *, config=CONFIG, num_steps=NUM_STEPS, runs_out=False, **activations):
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
     lora = {"r": 8, "init_lora_weights": False}
-    tuner = FineTuner(CONFIG, init="random", dtype="bfloat16", lora=lora, scheduler="constant", learning_rate=1e-4)
+    tuner = FineTuner(config, init="random", dtype="bfloat16", lora=lora, scheduler="constant", learning_rate=1e-4)
     peaks = Peaks()
     batch = collate(make_documents((2000, 1500, 500, 96)))
     loader = torch.utils.data.DataLoader([batch] * NUM_STEPS, batch_size=None, collate_fn=lambda batch: batch)
@@ -85,7 +90,7 @@ def fit_here(folder, *, num_steps=NUM_STEPS, runs_out=False, **activations):
         assert torch.cuda.get_per_process_memory_fraction() == 1.0
     if runs_out:
         assert callbacks[-1].num_failed == 1
-    names = ("losses", "reserved", "statuses", "least_bytes")
+    names = ("losses", "reserved", "statuses", "least_bytes", "num_tiles")
     return SimpleNamespace(**{name: getattr(peaks, name) for name in names})
 
 
@@ -137,3 +142,13 @@ def test_an_infeasible_budget_is_refused_before_the_first_step(fit, tmp_path, le
 def test_a_budget_that_cannot_hold_the_model_ends_in_an_error_that_names_it(fit, tmp_path):
     with pytest.raises(DeviceMemoryError, match=r"ran out of memory on cuda:0.*vram_budget 0\.3 GiB"):
         fit(tmp_path, vram_budget=0.3, weights="resident")
+
+
+def test_a_budget_that_only_tiles_can_keep(fit, tmp_path):
+    budget = 0.45
+    with pytest.raises(DeviceMemoryError):
+        fit(tmp_path, config=WIDE, vram_budget=budget, mlp_tiles=1)
+    found = fit(tmp_path, config=WIDE, vram_budget=budget)
+    free = fit(tmp_path, config=WIDE)
+    check_within(found, budget * 2**30, free)
+    assert (free.num_tiles, found.num_tiles) == (1, 8)
