@@ -15,6 +15,7 @@ from lightning_fastft.activations.frozen_weights import FrozenWeights, GatheredW
 from lightning_fastft.activations.planning import NOTCH, StackOptions
 from lightning_fastft.activations.segments import Segment
 from lightning_fastft.activations.stack import SegmentStack
+from lightning_fastft.activations.vram_budget import HeadSizes
 from lightning_fastft.core.checks import check_choice, check_float, check_int
 from lightning_fastft.core.errors import OptionError, SwapError
 from lightning_fastft.core.patcher import ModelPatcher
@@ -27,6 +28,8 @@ STATUS_NAME = "activations"
 MEMORY_STATUS = "device memory"
 # One pebibyte; a larger value was probably given in bytes.
 _MOST_GIB = float(2**20)
+
+_UNKNOWN_HEAD = HeadSizes()
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +153,7 @@ class OffloadCheckpointing:
         environment: RunEnvironment | None = None,
         weights: FrozenWeights | None = None,
         gathered: GatheredWeights | None = None,
-        vocab_size: int = 0,
+        head: HeadSizes = _UNKNOWN_HEAD,
         name: str = STATUS_NAME,
     ) -> Status:
         """Apply the policy to decoder layers until the patcher undoes it.
@@ -163,7 +166,7 @@ class OffloadCheckpointing:
             environment: Environment of the run; None for a single process without a strategy.
             weights: The frozen weights of the layers; None if they cannot move to the host.
             gathered: Lets sharded weights stay gathered; None if none are sharded.
-            vocab_size: Columns of the logits, to predict the memory of the first steps; 0 if unknown.
+            head: Sizes outside of the layers, to predict the memory of the first steps.
             name: Name of the status; each of several models has its own.
 
         Returns:
@@ -203,7 +206,7 @@ class OffloadCheckpointing:
             patcher=patcher,
             weights=weights,
             gathered=gathered if self.options.weights == "auto" else None,
-            vocab_size=vocab_size,
+            head=head,
             name=name,
         )
         stack.describe_gathered, stack.trained_bytes = describe_gathered, trained_bytes

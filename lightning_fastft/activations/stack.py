@@ -19,6 +19,7 @@ from lightning_fastft.activations.tiles import AUTO_TILES, dense_blocks, install
 from lightning_fastft.activations.vram_budget import (
     PLANNED_SHARE,
     BudgetWatch,
+    HeadSizes,
     budget_for,
     check_feasible,
     choose_first_plan,
@@ -47,7 +48,7 @@ class SegmentStack(PlannedStack):
         weights: The frozen weights of the layers; None if they cannot move to the host.
         gathered: Sharded weights, which may stay gathered in memory that the first plan leaves; None without
             any.
-        vocab_size: Columns of the logits, for the memory of the first steps.
+        head: Sizes outside of the layers, for the memory of the first steps.
         name: Name of the model's status.
     """
 
@@ -60,7 +61,7 @@ class SegmentStack(PlannedStack):
         patcher: ModelPatcher,
         weights: FrozenWeights | None = None,
         gathered: GatheredWeights | None = None,
-        vocab_size: int = 0,
+        head: HeadSizes,
         name: str = "",
     ) -> None:
         super().__init__(layers, options, environment=environment, weights=weights)
@@ -70,7 +71,7 @@ class SegmentStack(PlannedStack):
         self.measurement = Measurement(
             layers, self.segments, measures_gap=has_budget, find_streams=lambda: self.executor.streams
         )
-        self._layers, self._vocab_size = layers, vocab_size
+        self._layers, self._head = layers, head
         self._gathered = gathered
         # Their description for the user, once it is decided.
         self.describe_gathered: Callable[[], str] = str
@@ -256,7 +257,7 @@ class SegmentStack(PlannedStack):
             hidden,
             longest_bytes=self._longest_bytes,
             base_bytes=self.measurement.meter(hidden.device).allocated() - hidden.nbytes + self._extra_bytes(),
-            vocab_size=self._vocab_size,
+            head=self._head,
             weight_bytes=self.weights.layer_bytes,
             ends=self.weights.ends,
             mlp_tiles=self.num_tiles,

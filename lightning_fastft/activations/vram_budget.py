@@ -16,18 +16,19 @@ from lightning_fastft.activations.segments import KEEP
 from lightning_fastft.activations.slots import align
 from lightning_fastft.activations.tiles import dense_blocks
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.kernels.logit_rows import chunk_rows_of
 from lightning_fastft.planner.prediction import StepModel
 from lightning_fastft.planner.step import EndBytes, Machine, SegmentCost, SegmentPlan, StepCost, uniform_plan
 
 # Memory that a transformers layer with PEFT saves for its backward, per output byte of its linear layers: 2.7 measured
-# for an 8B model. Fused layers save about 1.
+# for an 8B model.
 _SAVED_PER_OUTPUT = 3
+# A layer that saves less has the figure in this attribute.
+SAVED_ATTRIBUTE = "_fastft_saved_per_output"
 # Hidden states between linear layers: norms, residuals, their copies.
 _HIDDEN_PER_LAYER = 4
 # Upper bound of the experts per token.
 _EXPERTS_PER_TOKEN = 8
-# Rows of logits that the head computes at a time.
-_HEAD_ROWS = 2048
 # Predicted memory does not depend on the speed of the machine.
 _ANY_MACHINE = Machine("any", 1.0, 1.0)
 # Share of the memory that a plan may use, of the budget at first and of its predecessor's memory later.
@@ -69,6 +70,20 @@ class BudgetWatch:
         self._num_corrections = _MAX_CORRECTIONS
 
 
+class HeadSizes(NamedTuple):
+    """What the memory of a step needs to know about the model outside of its decoder layers.
+
+    Args:
+        vocab_size: Columns of the logits; 0 if unknown.
+        trained: Trained weights whose gradients are there while layers run backward.
+        sum_bytes: The sum over chunks of a trained output layer's gradient, in fp32.
+    """
+
+    vocab_size: int = 0
+    trained: tuple[nn.Parameter, ...] = ()
+    sum_bytes: int = 0
+
+
 class FirstPlan(NamedTuple):
     """Plan of the first steps.
 
@@ -94,7 +109,7 @@ def predict_cost(
     *,
     longest_bytes: int,
     base_bytes: int,
-    vocab_size: int,
+    head: HeadSizes,
     weight_bytes: Sequence[int],
     ends: EndBytes,
     mlp_tiles: int = 1,
@@ -106,27 +121,24 @@ def predict_cost(
         hidden: Hidden states of a pack; only width and dtype are read.
         longest_bytes: Size of the hidden states of the longest pack.
         base_bytes: Memory in use throughout: all weights, but no gradients that are not allocated yet.
-        vocab_size: Columns of the logits.
+        head: Sizes outside of the layers.
         weight_bytes: Size of the frozen weights of each layer.
         ends: Sizes of the ends of the model that move with streamed weights.
         mlp_tiles: Tiles of tokens in which dense feed-forward blocks run.
     """
     width, element_size = hidden.shape[-1], hidden.element_size()
     num_tokens = longest_bytes // (width * element_size)
-    gradient_bytes = sum(
-        parameter.nbytes
-        for layer in layers
-        for parameter in layer.parameters()
-        if parameter.requires_grad and parameter.grad is None
-    )
+    weights = (*head.trained, *(parameter for layer in layers for parameter in layer.parameters()))
+    base_bytes += sum(weight.nbytes for weight in weights if weight.requires_grad and weight.grad is None)
     segments = []
     for layer, num_weight_bytes in zip(layers, weight_bytes):
         out_bytes = num_tokens * element_size * (_output_width(layer, mlp_tiles) + _HIDDEN_PER_LAYER * width)
-        sizes = align(longest_bytes), _SAVED_PER_OUTPUT * out_bytes
+        sizes = align(longest_bytes), int(vars(layer).get(SAVED_ATTRIBUTE, _SAVED_PER_OUTPUT) * out_bytes)
         segments.append(SegmentCost(*sizes, 0.0, 0.0, 0.0, (), out_bytes, out_bytes, num_weight_bytes))
     # Last hidden states, norm, gradient and an fp32 copy; one chunk of logits.
-    head_bytes = num_tokens * width * (4 * element_size + 4) + min(num_tokens, _HEAD_ROWS) * vocab_size * element_size
-    return StepCost(tuple(segments), base_bytes + gradient_bytes, head_bytes, 0.0, 0.0, ends)
+    logit_bytes = min(num_tokens, chunk_rows_of(width)) * head.vocab_size * element_size
+    head_bytes = num_tokens * width * (4 * element_size + 4) + logit_bytes + head.sum_bytes
+    return StepCost(tuple(segments), base_bytes, head_bytes, 0.0, 0.0, ends)
 
 
 def choose_first_plan(

@@ -111,14 +111,19 @@ class Chunk(NamedTuple):
 RowFunction = Callable[[Chunk, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
+def chunk_rows_of(width: int, *, most: int = DEFAULT_CHUNK_ROWS) -> int:
+    """Return the rows of logits in memory at a time, for states of a width."""
+    # No more logits than weights, so that the head does not set the peak memory of a small model.
+    return min(most, max(_LEAST_CHUNK_ROWS, width))
+
+
 def logit_chunks(head: Head, rows: LabelledRows, *, dtype: torch.dtype) -> Iterator[Chunk]:
     """Yield the raw logits of the rows, chunk by chunk, in one reused buffer."""
     if rows.num_rows == 0:
         return
     head = head.cast(dtype)
     vocab_size, width = head.weight_VD.shape
-    # No more logits than weights, so that the head does not set the peak memory of a small model.
-    chunk_rows = min(rows.chunk_rows, max(_LEAST_CHUNK_ROWS, width))
+    chunk_rows = chunk_rows_of(width, most=rows.chunk_rows)
     buffer_RV = torch.empty(min(chunk_rows, rows.num_padded), vocab_size, dtype=dtype, device=head.hidden_TD.device)
     for begin in range(0, rows.num_rows, chunk_rows):
         end = min(begin + chunk_rows, rows.num_rows)

@@ -17,6 +17,7 @@ from lightning_fastft.activations.frozen_weights import FrozenWeights, StreamedW
 from lightning_fastft.activations.slots import PinnedSlab
 from lightning_fastft.activations.streams import CopyStreams
 from lightning_fastft.activations.tiles import install_tiles
+from lightning_fastft.activations.vram_budget import HeadSizes
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.run_environment import RunEnvironment
@@ -147,6 +148,22 @@ def _install_one_by_one(
     return PackedInstallation(statuses, [])
 
 
+def _head_sizes(model: PreTrainedModel, layers: list[nn.Module]) -> HeadSizes:
+    """Return the sizes of a model outside of its decoder layers.
+
+    The gradient of an embedding that is not tied is made last, when the memory of the layers is free again.
+    """
+    output = getattr(model.get_output_embeddings(), "weight", None)
+    left_out = {parameter for layer in layers for parameter in layer.parameters()}
+    left_out.update(item for item in model.get_input_embeddings().parameters() if item is not output)
+    sum_bytes = output.numel() * torch.float32.itemsize if output is not None and output.requires_grad else 0
+    return HeadSizes(
+        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        trained=tuple(item for item in model.parameters() if item.requires_grad and item not in left_out),
+        sum_bytes=sum_bytes,
+    )
+
+
 def _attach(
     checkpointing: OffloadCheckpointing,
     model: PreTrainedModel,
@@ -178,7 +195,7 @@ def _attach(
         environment=environment,
         weights=weights,
         gathered=gathered,
-        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+        head=_head_sizes(model, layers),
         name=name,
     )
     segments = checkpointing.last_segments()

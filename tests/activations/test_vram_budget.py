@@ -13,7 +13,9 @@ from lightning_fastft.activations.budgets import SEGMENT_BYTES
 from lightning_fastft.activations.probe import Meter
 from lightning_fastft.activations.segments import RECOMPUTE
 from lightning_fastft.activations.vram_budget import (
+    SAVED_ATTRIBUTE,
     BudgetWatch,
+    HeadSizes,
     budget_for,
     check_feasible,
     choose_first_plan,
@@ -29,6 +31,7 @@ from tests.support.tiny_models import build_tiny
 
 MIB = 2**20
 T, D, F = 128, 32, 96
+HEAD = HeadSizes(1000)
 
 
 class Allocator(Meter):
@@ -74,14 +77,16 @@ def adapted():
     return get_peft_model(build_tiny("llama", num_hidden_layers=8), lora).train()
 
 
-def cost_of(*, base=10 * MIB, weights=2 * MIB, vocab_size=1000, mlp_tiles=1):
+def cost_of(*, base=10 * MIB, weights=2 * MIB, head=HEAD, mlp_tiles=1, saved=None):
     layers = [nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(D, F), nn.Linear(F, D))}) for _ in range(6)]
+    for layer in layers if saved else ():
+        setattr(layer, SAVED_ATTRIBUTE, saved)
     return predict_cost(
         layers,
         torch.empty(1, T, D),
         longest_bytes=8 * T * D * 4,
         base_bytes=base,
-        vocab_size=vocab_size,
+        head=head,
         weight_bytes=[weights] * 6,
         ends=EndBytes(MIB),
         mlp_tiles=mlp_tiles,
@@ -106,7 +111,21 @@ def test_predicted_memory_is_that_of_the_shapes():
     # One tile of the feed-forward block at a time.
     assert cost_of(mlp_tiles=4).segments[0].backward_peak_bytes == 8 * T * ((F + D) // 4 + 4 * D) * 4
     # No more than one chunk of logits.
-    assert cost_of(vocab_size=2000).head_peak_bytes - cost.head_peak_bytes == 8 * T * 1000 * 4
+    assert cost_of(head=HeadSizes(2000)).head_peak_bytes - cost.head_peak_bytes == 8 * T * 1000 * 4
+    # Layers that save less say so.
+    lean = cost_of(saved=1.5)
+    assert lean.segments[0].saved_bytes == 1.5 * segment.backward_peak_bytes
+    assert lean.segments[0].backward_peak_bytes == segment.backward_peak_bytes
+
+
+def test_gradients_of_trained_weights_outside_of_the_layers_count_until_they_are_there():
+    cost = cost_of()
+    weight = nn.Parameter(torch.zeros(1000, D))
+    trained = cost_of(head=HeadSizes(1000, (weight,), sum_bytes=3 * MIB))
+    assert trained.base_bytes - cost.base_bytes == 1000 * D * 4
+    assert trained.head_peak_bytes - cost.head_peak_bytes == 3 * MIB
+    weight.grad = torch.zeros_like(weight)
+    assert cost_of(head=HeadSizes(1000, (weight,))).base_bytes == cost.base_bytes
 
 
 def test_stacks_of_experts_count_for_the_experts_of_a_token_and_adapters_do_not_count():
@@ -115,7 +134,7 @@ def test_stacks_of_experts_count_for_the_experts_of_a_token_and_adapters_do_not_
     other.lora_A = nn.Linear(D, 10**4)
     sizes = [
         predict_cost(
-            [found], torch.empty(1, 1, D), longest_bytes=D * 4, base_bytes=0, vocab_size=0, weight_bytes=[0],
+            [found], torch.empty(1, 1, D), longest_bytes=D * 4, base_bytes=0, head=HeadSizes(), weight_bytes=[0],
             ends=EndBytes(),
         ).segments[0].backward_peak_bytes
         for found in (layer, other)

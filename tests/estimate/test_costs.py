@@ -6,11 +6,16 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.activations.vram_budget import HeadSizes, predict_cost
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.estimate.costs import meter_step, model_costs, plan_on
 from lightning_fastft.estimate.machines import find_gpu
-from lightning_fastft.estimate.meta_model import Swaps
+from lightning_fastft.estimate.meta_model import Swaps, build_on_meta, install_as_in_a_run
+from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
+from lightning_fastft.planner.step import EndBytes
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.children import thinned
 
@@ -204,6 +209,33 @@ def test_gradients_are_resident_and_no_transient():
     full = small_costs(num_tokens=16, document_tokens=16)
     weights = sum((2 * 128 * 128 + 2 * 64 * 128, 3 * 128 * 256))
     assert full.segments[0].backward_peak_bytes < 2 * weights / 2
+
+
+@pytest.mark.parametrize("mlp_tiles", [1, 8])
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("config", [QWEN3_14B, QWEN3_06B], ids=["14b", "0.6b"])
+def test_the_first_steps_of_a_budget_are_predicted_from_above(config, is_fused, mlp_tiles):
+    model = build_on_meta({**config, "num_hidden_layers": 1}, dtype=torch.bfloat16)
+    swaps = Swaps(is_fused=is_fused, mlp_tiles=mlp_tiles)
+    options = {"num_tokens": 8192, "mean_document_tokens": DOCUMENT_TOKENS, "lora": LoraConfig(r=16), "swaps": swaps}
+    cost = meter_step(model, **options).costs_on(H200)
+    patcher = ModelPatcher()
+    install_as_in_a_run(model, patcher, OffloadCheckpointing("recompute", mlp_tiles=mlp_tiles), swaps=swaps)
+    bound = predict_cost(
+        decoder_layers(model),
+        torch.empty(1, 1, config["hidden_size"], dtype=torch.bfloat16),
+        longest_bytes=2 * 8192 * config["hidden_size"],
+        base_bytes=0,
+        head=HeadSizes(config["vocab_size"]),
+        weight_bytes=[0],
+        ends=EndBytes(),
+        mlp_tiles=mlp_tiles,
+    )
+    patcher.undo()
+    (segment,), (most,) = cost.segments, bound.segments
+    taken, allowed = (item.saved_bytes + item.backward_peak_bytes for item in (segment, most))
+    assert 0.5 * allowed < taken <= allowed
+    assert cost.head_peak_bytes <= bound.head_peak_bytes
 
 
 def test_wrong_sizes_are_refused():

@@ -11,7 +11,9 @@ from torch import nn
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.status import Status
 from lightning_fastft.patches.packed import describe_models, install_packed_training
+from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import VOCAB_SIZE, packed_batches, tiny_llama
 
 
@@ -79,3 +81,21 @@ def test_without_a_plugin_the_models_own_checkpointing_stays():
     model.gradient_checkpointing_enable()
     install_packed_training(model, ModelPatcher())
     assert model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_sizes_outside_of_the_layers(is_tied):
+    model = build_tiny("llama", tie_word_embeddings=is_tied)
+    checkpointing = OffloadCheckpointing("auto", vram_budget=1.0)
+    seen = {}
+    checkpointing.attach = lambda *_args, **options: seen.update(options) or Status("activations", "active", "")
+    output = model.lm_head.weight
+    for is_trained in (True, False):
+        output.requires_grad_(is_trained)
+        patcher = ModelPatcher()
+        install_packed_training(model, patcher, checkpointing=checkpointing)
+        patcher.undo()
+        trained = {id(model.model.norm.weight)} | ({id(output)} if is_trained else set())
+        assert {id(item) for item in seen["head"].trained} == trained
+        assert seen["head"].sum_bytes == (4 * output.numel() if is_trained else 0)
+        assert seen["head"].vocab_size == output.shape[0]
