@@ -218,7 +218,7 @@ NAMED_RUNS = {
     ),
     "14b-kept": NamedRun("qwen3-14b-qlora", ("ours shipped", "unsloth off")),
     "14b-fp8": NamedRun("qwen3-14b-qlora", ("ours keep+fused+fp8", "ours keep+fused", "unsloth off")),
-    "14b-16k": NamedRun("qwen3-14b-qlora-16k", ("ours auto=5.9:24+liger+stream+tiles4",)),
+    "14b-16k": NamedRun("qwen3-14b-qlora-16k", ("ours auto=13.7:24+fused", "unsloth unsloth")),
     "14b-metadata": NamedRun("qwen3-14b-qlora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
     "0.6b": NamedRun("qwen3-0.6b-lora", ("ours keep+graphs", "unsloth off", "unsloth unsloth")),
     "0.6b-launches": NamedRun("qwen3-0.6b-lora", ("ours recompute+fused", "unsloth unsloth")),

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from benchmarks import packed_metadata, results
 from benchmarks.ruler import cases as cases_module
@@ -94,6 +95,13 @@ def test_a_workload_may_name_the_documents_of_its_packs():
     assert all(pack.lengths == [16_384, 8192, 8192] for pack in make_packs(WORKLOADS["llama-3.1-8b-lora-32k"]))
     assert all(pack.lengths == [32_768] for pack in make_packs(WORKLOADS["llama-3.1-8b-lora-32k-one-document"]))
     assert all(pack.lengths == [131_072] for pack in make_packs(WORKLOADS["llama-3.1-8b-lora-128k-one-document"]))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_no_pack_is_longer_than_its_model_allows(workload):
+    """Unsloth rescales RoPE for a pack that is longer, and trains another model."""
+    config = AutoConfig.for_model(workload.model_type, **workload.model_config)
+    assert workload.max_tokens <= config.get_text_config().max_position_embeddings
 
 
 def test_plan_packs_refuses_a_list_that_is_too_short():
