@@ -181,6 +181,11 @@ def _predict(workload: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int) 
         ).prediction
     else:
         segments = [segment._replace(is_streamed=is_streamed) for segment in uniform_plan(len(cost.segments), kind)]
+        if kind == "offload":
+            # As a run does, it leaves the inputs of the last layers on the device if host memory has no room for them.
+            host_bytes = float(match["host"] or DEFAULT_HOST_GIB) * _GIB
+            num_hosted = min(len(segments) - 1, int(host_bytes // cost.segments[0].input_bytes))
+            segments[num_hosted:] = [segment._replace(input_place="device") for segment in segments[num_hosted:]]
         found = predict(cost, segments, machine=gpu.machine, buffers=buffers)
     return found.step_ms, found.peak_bytes / _GIB
 

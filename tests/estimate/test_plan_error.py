@@ -17,6 +17,8 @@ def test_each_row_is_predicted_or_said_to_be_left_out(tmp_path):
         table = [row for row in csv.DictReader(file) if row["workload"] == WORKLOAD and row["system"] in SYSTEMS]
     # The same run as if its layers had been Liger's.
     table += [{**row, "system": "ours recompute+liger"} for row in table if row["system"] == "ours recompute"]
+    # The same run as if the host had room for 16 of the 35 inputs of 128 MiB.
+    table += [{**row, "system": "ours offload:2"} for row in table if row["system"] == "ours offload"]
     table += [{**row, "workload": "another model, packed"} for row in table if row["system"] == "ours offload"]
     path = tmp_path / "rows.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -29,10 +31,13 @@ def test_each_row_is_predicted_or_said_to_be_left_out(tmp_path):
         ("ours offload1", ""),
         ("ours offload", ""),
         ("ours recompute+liger", "fused kernels of Liger"),
+        ("ours offload:2", ""),
     ]
     assert len(skipped) == 1
     assert "another model" in skipped[0]
+    limited = rows.pop()
     assert not any(row.is_off for row in rows)
+    assert limited.predicted_gib - rows[2].predicted_gib == pytest.approx(19 * 0.125, rel=0.1)
     # Less memory for activations on the host, and predicted from different segments.
     assert rows[0].predicted_gib > rows[2].predicted_gib + 3
     assert "of which all is known: 3 of 3 steps" in describe(rows, skipped)
