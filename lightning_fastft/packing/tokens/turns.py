@@ -64,7 +64,7 @@ class TurnFinder:
         if begin is None or end is None:
             begin, found = self._find_by_sentinel(turn, begin, end)
             end = found if end is None else end
-            begin = self._find_open(turn) if begin is None else begin
+            begin = self._find_bare(turn) if begin is None else begin
         return (begin, end) if begin is not None and end is not None and begin < end else None
 
     def _find_by_sentinel(self, turn: _Turn, begin: int | None, end: int | None) -> tuple[int | None, int | None]:
@@ -88,22 +88,14 @@ class TurnFinder:
         # Calls before the content begin at an unknown place.
         return (None, None) if begin is not None and call is not None and call.first < begin else (begin, end)
 
-    def _find_open(self, turn: _Turn) -> int | None:
-        """Return the begin of an answer in a turn that results of tools leave open, as in Gemma 4; else None.
-
-        The template writes no generation prompt behind these results, but does elsewhere.
-        """
+    def _find_bare(self, turn: _Turn) -> int | None:
+        """Return the begin of an answer that directly follows the text before it; else None."""
         asked, answered = turn.asked, turn.answered
-        if asked is None or turn.has_prompt or turn.before[-1]["role"] not in ("tool", "function"):
+        if not turn.is_bare or asked is None or answered is None:
             return None
-        if answered is None or not (self._text.startswith(asked) and answered.startswith(asked)):
+        if not (self._text.startswith(asked) and answered.startswith(asked)):
             return None
-        for number, message in enumerate(turn.before):
-            earlier = _Turn(self._messages, number, self._render)
-            if message["role"] == "assistant" and earlier.has_prompt:
-                prompt = earlier.prompt
-                return len(asked) + (len(prompt) if self._text.startswith(prompt, len(asked)) else 0)
-        return None
+        return len(asked) + (len(turn.speaker) if self._text.startswith(turn.speaker, len(asked)) else 0)
 
     def _omit_reasoning(self, turn: _Turn) -> _Turn:
         """Return a turn without reasoning, which templates may refuse with some contents, if the text is the same."""
@@ -186,10 +178,21 @@ class _Turn:
         """Whether the template writes a generation prompt."""
         return self.asked is not None and self.asked != self._render(self.before, False)
 
-    @property
-    def prompt(self) -> str:
-        """The generation prompt; "" if the template writes none."""
-        return (self.asked or "").removeprefix(self._render(self.before, False) or "") if self.has_prompt else ""
+    @functools.cached_property
+    def is_bare(self) -> bool:
+        """Whether an answer directly follows the text before it: in Mistral, and behind results of tools in Gemma 4."""
+        if self.asked is None or self.has_prompt:
+            return False
+        plain = _with_words({"role": "assistant", "content": self.message.get("content")}, SENTINEL)
+        before, found, _ = (self.show_alone(plain) or "").partition(SENTINEL)
+        return bool(found) and before.startswith(self.asked) and not before[len(self.asked) :].strip()
+
+    @functools.cached_property
+    def speaker(self) -> str:
+        """The generation prompt of the first answer; "" if the template writes none."""
+        first = next((number for number, message in enumerate(self.before) if message["role"] == "assistant"), 0)
+        plain = self._render(self.before[:first], False) if first else None
+        return "" if plain is None else (self._render(self.before[:first], True) or "").removeprefix(plain)
 
     @functools.cached_property
     def answered(self) -> str | None:
@@ -207,13 +210,15 @@ class _Turn:
     def find_lead(self, message: dict[str, Any]) -> str:
         """Return the text between the prompt and the sentinel in a message, which the model has to write too.
 
-        Without a generation prompt it is white space, or "": other text names the speaker.
+        Without a generation prompt it is white space, or "": other text names the speaker, if answers have one.
         """
         answered = self.show_alone(message)
         if answered is None or self.asked is None or not answered.startswith(self.asked):
             return ""
         lead, found, _ = answered[len(self.asked) :].partition(SENTINEL)
-        return lead if found and (self.has_prompt or lead.isspace()) else ""
+        if not found or not (self.has_prompt or lead.isspace() or self.is_bare):
+            return ""
+        return lead if self.has_prompt else lead.removeprefix(self.speaker)
 
 
 def find_lead(messages: Messages, render: Render) -> str:
@@ -246,4 +251,4 @@ def _mark_content(message: dict[str, Any], *, before: bool, num_skipped: int = 0
 
 def _with_words(message: dict[str, Any], words: str) -> dict[str, Any]:
     """Return a message with another content of the same shape."""
-    return message | {"content": words if isinstance(message["content"], str) else as_parts(words)}
+    return message | {"content": as_parts(words) if isinstance(message["content"], list) else words}

@@ -199,6 +199,24 @@ def test_answer_whose_thought_the_template_shows_otherwise_is_rejected():
     assert rejected.reason == rejects.TEMPLATE_UNCLEAR
 
 
+def test_calls_of_a_template_without_generation_prompt_are_found():
+    # Mistral writes no speaker and no content before a call.
+    template = SPACED.replace(
+        "{% elif message.role == 'assistant' %}",
+        "{% elif message.role == 'tool' %}[RESULT]{{ message.content }}{% elif message.tool_calls %}[CALLS]"
+        + CALLS
+        + "</s>{% elif message.role == 'assistant' %}",
+    )
+    tokenizer = build_tokenizer(chat_template=template, eos_token="</s>")
+    turns = [*calling(count=2), *calling()[1:], turn("assistant", "four"), *MORE]
+    assert trained(template, turns, tokenizer=tokenizer) == [
+        f"[CALLS]{FIRST}\n{SECOND}</s>",
+        f"[CALLS]{FIRST}</s>",
+        " four</s>",
+        " five</s>",
+    ]
+
+
 @pytest.mark.parametrize("keys", [{}, {"thinking": "hm"}])
 @pytest.mark.parametrize("is_named", [False, True])
 def test_calls_behind_results_in_an_open_turn_are_found(keys, is_named):
