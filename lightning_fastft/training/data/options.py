@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.core.checks import check_float, check_path
 from lightning_fastft.core.cores import count_usable_cores
@@ -74,7 +75,7 @@ def show_loaders(data: LightningDataModule) -> str:
     for name, split in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
         try:
             loader = getattr(data, f"{split}_dataloader")()
-        except FastFTError:
+        except (FastFTError, MisconfigurationException):
             loader = None
         if not isinstance(loader, PackedLoader):
             size = "None"
