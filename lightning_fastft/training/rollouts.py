@@ -24,7 +24,7 @@ from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
-from lightning_fastft.training.data.options import check_source
+from lightning_fastft.training.data.options import check_source, show_loaders
 from lightning_fastft.training.data.rollouts import (
     PROMPT,
     encode_prompt_ids,
@@ -82,6 +82,8 @@ class RolloutDataModule(LightningDataModule):
 
     # A checkpoint written inside an accumulation window resumes at the start of the window.
     repeats_windows = True
+
+    __str__ = show_loaders
 
     def __init__(
         self,

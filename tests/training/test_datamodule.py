@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.training.data.trainer_facts import LoopFacts
 from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.rollouts import RolloutDataModule
 from tests.support.datamodule_worker import (
     TWO_PROCESS_CASES,
     SaveAt,
@@ -697,6 +698,19 @@ def test_mapping_to_a_column_that_no_row_has_is_named_with_what_was_meant(tmp_pa
         DataError, match=r"make no known format .* --data.columns.prompt question --data.columns.completion answer"
     ):
         PackedDataModule(source, **options).setup("fit")
+
+
+def test_text_counts_the_packs_of_each_loader_and_reads_none(monkeypatch):
+    data = quiet_data([{"input_ids": [number, 2, 3]} for number in range(8)], val_share=0.25, max_tokens=4)
+    unread = "\n".join(f"{{{name} dataloader: None}}" for name in ("Train", "Validation", "Test", "Predict"))
+    assert str(data) == unread
+    data.prepare_data()
+    data.setup("fit")
+    monkeypatch.setattr(data, "_open_training_stream", lambda: pytest.fail("read"))
+    shown = str(data).splitlines()
+    assert shown[:2] == ["{Train dataloader: 3 packs}", "{Validation dataloader: 5 packs}"]
+    assert shown[2:] == unread.splitlines()[2:]
+    assert str(RolloutDataModule([{"prompt": "two"}], rewards=len)).startswith("{Train dataloader: endless}")
 
 
 def test_predict_says_what_to_call():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 # Increase it if the same rows give other tokens: entries of the cache are found by the fingerprint.
-_FINGERPRINT_VERSION = 4
+_FINGERPRINT_VERSION = 5
 
 
 def tokenize_sources(

@@ -202,8 +202,8 @@ class ChatRenderer:
             if span is None or (spans and span[0] < spans[-1][1]):
                 raise RowRejectedError(
                     TEMPLATE_UNCLEAR,
-                    f"turn {number}: the template has no generation marks, and renders the turn differently if others "
-                    "follow",
+                    f"turn {number}: its place in the text of the template is unclear; give a chat_template with "
+                    "{% generation %} marks",
                 )
             spans.append(span)
         for note, count in ((BY_PROMPT, finder.num_by_prompt), (BY_SENTINEL, finder.num_by_sentinel)):

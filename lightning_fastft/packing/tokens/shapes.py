@@ -144,14 +144,14 @@ def find_dropped(text: str, messages: Sequence[dict[str, Any]], tools: Sequence[
     """Return notes on what a template dropped: reasoning, texts beside tool calls, system messages, tools."""
     notes = []
     answers = [message for message in messages if message["role"] == "assistant"]
-    thoughts = Counter(thought for answer in answers for thought in read_reasoning(answer).values())
+    thoughts = Counter(thought for answer in answers for thought in _read_thoughts(answer))
     if any(text.count(thought) < num_turns for thought, num_turns in thoughts.items()):
         notes.append(REASONING_DROPPED)
     for note, turns in (
         (WORDS_DROPPED, [answer for answer in answers if answer.get("tool_calls")]),
         (SYSTEM_DROPPED, [message for message in messages if message["role"] in ("system", "developer")]),
     ):
-        if any(read_words(turn).strip() not in text for turn in turns):
+        if any(split_thought(read_words(turn))[1].strip() not in text for turn in turns):
             notes.append(note)
     functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
@@ -169,6 +169,22 @@ def read_words(message: dict[str, Any]) -> str:
     """Return the content of a message as one text."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def split_thought(words: str) -> tuple[str, str]:
+    r"""Return the thought that a content begins with, up to </think>, and the rest; "" and the content without one.
+
+    Example:
+        >>> split_thought("<think>\nhm\n</think>\n\nFour.")
+        ('hm', '\n\nFour.')
+    """
+    thought, mark, rest = words.partition("</think>")
+    return (thought.strip().removeprefix("<think>").strip(), rest) if mark else ("", words)
+
+
+def _read_thoughts(message: dict[str, Any]) -> list[str]:
+    """Return the thoughts of a message: its reasoning, and the thought in its content."""
+    return [*read_reasoning(message).values(), *filter(None, [split_thought(read_words(message))[0]])]
 
 
 def as_parts(text: str) -> list[dict[str, str]]:

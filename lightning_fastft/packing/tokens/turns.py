@@ -8,13 +8,14 @@ is inserted into the turn and searched for.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_fastft.packing.rows.messages import REASONING
-from lightning_fastft.packing.tokens.shapes import as_parts, read_reasoning, read_words
+from lightning_fastft.packing.tokens.shapes import as_parts, read_reasoning, read_words, split_thought
 
 # Inserted into a turn to find it in the rendered text: private-use characters, which the text must not contain.
 SENTINEL = "\ue0f1\ue0f2\ue0f1"
@@ -61,7 +62,9 @@ class TurnFinder:
         if turn.answered is not None and self._text.startswith(turn.answered):
             end = len(self._strip_end(turn.answered))
         if begin is None or end is None:
-            begin, end = self._find_by_sentinel(turn, begin, end)
+            begin, found = self._find_by_sentinel(turn, begin, end)
+            end = found if end is None else end
+            begin = self._find_bare(turn) if begin is None else begin
         return (begin, end) if begin is not None and end is not None and begin < end else None
 
     def _find_by_sentinel(self, turn: _Turn, begin: int | None, end: int | None) -> tuple[int | None, int | None]:
@@ -85,6 +88,15 @@ class TurnFinder:
         # Calls before the content begin at an unknown place.
         return (None, None) if begin is not None and call is not None and call.first < begin else (begin, end)
 
+    def _find_bare(self, turn: _Turn) -> int | None:
+        """Return the begin of an answer that directly follows the text before it; else None."""
+        asked, answered = turn.asked, turn.answered
+        if not turn.is_bare or asked is None or answered is None:
+            return None
+        if not (self._text.startswith(asked) and answered.startswith(asked)):
+            return None
+        return len(asked) + (len(turn.speaker) if self._text.startswith(turn.speaker, len(asked)) else 0)
+
     def _omit_reasoning(self, turn: _Turn) -> _Turn:
         """Return a turn without reasoning, which templates may refuse with some contents, if the text is the same."""
         message = {name: value for name, value in turn.message.items() if name not in REASONING}
@@ -93,16 +105,25 @@ class TurnFinder:
 
     def _find_begin(self, turn: _Turn) -> int | None:
         """Return the first character of an answer by a sentinel before its content."""
-        is_blank = not read_words(turn.message).strip()
-        for marked in _mark_content(turn.message, before=True):
+        for marked in itertools.chain(_mark_content(turn.message, before=True), self._mark_behind_thought(turn)):
             shown = turn.show(marked) or ""
             place = shown.find(SENTINEL)
+            is_blank = not read_words(marked).partition(SENTINEL)[2].strip()
             # A template writes a blank content otherwise, but nothing before it.
             is_same = shown.replace(SENTINEL, "") == self._text or (is_blank and self._text.startswith(shown[:place]))
             if place >= 0 and is_same:
                 leads = (turn.find_lead(marked), self._lead)
                 return place - next((len(lead) for lead in leads if lead and self._text.endswith(lead, 0, place)), 0)
         return None
+
+    def _mark_behind_thought(self, turn: _Turn) -> Iterator[dict[str, Any]]:
+        """Yield a message with a sentinel behind the thought in its content, if the template drops the thought."""
+        words = read_words(turn.message)
+        thought, rest = split_thought(words)
+        if thought and SENTINEL not in (
+            turn.show(_with_words(turn.message, words.replace(thought, SENTINEL, 1))) or SENTINEL
+        ):
+            yield from _mark_content(turn.message, before=True, num_skipped=len(words) - len(rest))
 
     def _find_end(self, turn: _Turn) -> int | None:
         """Return the end of an answer, including its end-of-turn token, by a sentinel behind its content."""
@@ -158,6 +179,22 @@ class _Turn:
         return self.asked is not None and self.asked != self._render(self.before, False)
 
     @functools.cached_property
+    def is_bare(self) -> bool:
+        """Whether an answer directly follows the text before it: in Mistral, and behind results of tools in Gemma 4."""
+        if self.asked is None or self.has_prompt:
+            return False
+        plain = _with_words({"role": "assistant", "content": self.message.get("content")}, SENTINEL)
+        before, found, _ = (self.show_alone(plain) or "").partition(SENTINEL)
+        return bool(found) and before.startswith(self.asked) and not before[len(self.asked) :].strip()
+
+    @functools.cached_property
+    def speaker(self) -> str:
+        """The generation prompt of the first answer; "" if the template writes none."""
+        first = next((number for number, message in enumerate(self.before) if message["role"] == "assistant"), 0)
+        plain = self._render(self.before[:first], False) if first else None
+        return "" if plain is None else (self._render(self.before[:first], True) or "").removeprefix(plain)
+
+    @functools.cached_property
     def answered(self) -> str | None:
         """The text up to the end of the turn; None if the template refuses it."""
         return self.show_alone(self.message)
@@ -173,13 +210,15 @@ class _Turn:
     def find_lead(self, message: dict[str, Any]) -> str:
         """Return the text between the prompt and the sentinel in a message, which the model has to write too.
 
-        Without a generation prompt it is white space, or "": other text names the speaker.
+        Without a generation prompt it is white space, or "": other text names the speaker, if answers have one.
         """
         answered = self.show_alone(message)
         if answered is None or self.asked is None or not answered.startswith(self.asked):
             return ""
         lead, found, _ = answered[len(self.asked) :].partition(SENTINEL)
-        return lead if found and (self.has_prompt or lead.isspace()) else ""
+        if not found or not (self.has_prompt or lead.isspace() or self.is_bare):
+            return ""
+        return lead if self.has_prompt else lead.removeprefix(self.speaker)
 
 
 def find_lead(messages: Messages, render: Render) -> str:
@@ -194,17 +233,22 @@ def mark_name(call: dict[str, Any], mark: str = SENTINEL) -> dict[str, Any]:
     return call | {"name": f"{call.get('name', '')}{mark}"}
 
 
-def _mark_content(message: dict[str, Any], *, before: bool) -> Iterator[dict[str, Any]]:
+def _mark_content(message: dict[str, Any], *, before: bool, num_skipped: int = 0) -> Iterator[dict[str, Any]]:
     """Yield a message with a sentinel at one end of its content, outside of white space there and then inside of it.
 
-    Templates that strip contents show only the second.
+    Templates that strip contents show only the second. num_skipped characters at the begin are not part of the content.
     """
     content = message.get("content")
     if content is None or (not isinstance(content, str) and any(part["type"] != "text" for part in content)):
         return
-    words = read_words(message)
+    whole = read_words(message)
+    skipped, words = whole[:num_skipped], whole[num_skipped:]
     inner = words.lstrip() if before else words.rstrip()
     for kept in dict.fromkeys((words, inner)):
         begin, rest = words[: len(words) - len(kept)], words[len(kept) :]
-        marked = begin + SENTINEL + kept if before else kept + SENTINEL + rest
-        yield message | {"content": marked if isinstance(content, str) else as_parts(marked)}
+        yield _with_words(message, skipped + (begin + SENTINEL + kept if before else kept + SENTINEL + rest))
+
+
+def _with_words(message: dict[str, Any], words: str) -> dict[str, Any]:
+    """Return a message with another content of the same shape."""
+    return message | {"content": as_parts(words) if isinstance(message["content"], list) else words}

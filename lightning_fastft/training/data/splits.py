@@ -37,6 +37,7 @@ from lightning_fastft.training.data.options import (
     check_source,
     count_processes,
     find_cache_dir,
+    show_loaders,
 )
 from lightning_fastft.training.data.subsets import (
     can_share_prompts,
@@ -66,6 +67,8 @@ class SplitDataModule(LightningDataModule):
         sources: Data of each split of ``SPLITS``; None where there is none.
         options: Form of the rows; it and ``sources`` are made of options of PackedDataModule, which has all others.
     """
+
+    __str__ = show_loaders
 
     def __init__(
         self,

@@ -193,7 +193,7 @@ def test_entry_without_completions_keeps_its_digests():
     # neither.
     dataset = tokenize([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [-100, 5]}])
     assert dataset.content_digest == "f1a93d252e383575f8788618adc71501d716d19b8025912ad9d80b77b439668e"
-    assert dataset.fingerprint == "4e2498539928c2ad3788685fede2fcaff21e360b0846b2637bd2c4b974f08958"
+    assert dataset.fingerprint == "d78b74d5f64dd8116d09e83ea2b4703aa43f56145f4f85abceec5cc878d2491c"
 
 
 def test_pairs_of_text_are_read_from_the_cache(tmp_path):

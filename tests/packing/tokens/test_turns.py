@@ -6,6 +6,7 @@ from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.tokens.formatter import Formatter
+from lightning_fastft.packing.tokens.shapes import REASONING_DROPPED
 from tests.packing.conftest import UNMARKED, build_tokenizer
 
 CALLS = (
@@ -41,6 +42,22 @@ CHANNELS = (
 SPACED = (
     "{% for message in messages %}{% if message.role == 'user' %}<s>[INST] {{ message.content | trim }} [/INST]"
     "{% elif message.role == 'assistant' %} {{ message.content | trim }}</s>{% endif %}{% endfor %}"
+)
+# Turns after the last question keep the thoughts in their content, earlier ones lose them (the habit of Qwen3.5).
+CONTENT_THOUGHTS = OPENED.replace("<think>\n\n</think>\n\n{% endif %}", "{% endif %}").replace(
+    "{{ (message.content or '') | trim }}",
+    "{% if loop.index0 > ns.last %}{{ (message.content or '') | trim }}"
+    "{% else %}{{ (message.content or '').split('</think>')[-1] | trim }}{% endif %}",
+)
+# Calls and results of tools are part of one open turn (the habit of Gemma 4).
+OPEN_TURN = (
+    "{% for message in messages %}{% set before = messages[loop.index0 - 1] if loop.index0 else {'role': ''} %}"
+    "{% if message.role == 'tool' %}<result>{{ message.content }}</result>{% else %}"
+    "{% if before.role != 'tool' %}<|im_start|>{{ message.role }}\n{% endif %}"
+    "{% if message.thinking %}<thought>{{ message.thinking }}</thought>{% endif %}"
+    + CALLS
+    + "{{ message.content }}{{ '<|im_end|>\n' if not message.tool_calls }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -155,6 +172,63 @@ def test_calls_before_the_content_are_rejected_where_only_a_sentinel_finds_them(
     _, rejected = encode(template, [*calling("is"), turn("assistant", "four"), *MORE])
     assert isinstance(rejected, RowRejectedError)
     assert rejected.reason == rejects.TEMPLATE_UNCLEAR
+
+
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_answers_behind_thoughts_that_the_template_drops_from_the_content_are_found(is_opened):
+    thought = "<think>\nhm\n</think>\n\n"
+    calls = calling(thought)
+    turns = [*calls, turn("assistant", f"{thought}four"), *MORE[:1], turn("assistant", "<think>\nso\n</think>\n\nfive")]
+    if not is_opened:
+        turns[1]["content"], turns[3]["content"] = "hm\n</think>\n", "hm\n</think>four"
+    assert trained(CONTENT_THOUGHTS, turns) == [
+        f"\n{FIRST}<|im_end|>",
+        "four<|im_end|>",
+        "so\n</think>\n\nfive<|im_end|>",
+    ]
+    _, example = encode(CONTENT_THOUGHTS, turns)
+    assert example.notes == (REASONING_DROPPED,)
+    _, example = encode(CONTENT_THOUGHTS, turns[4:])
+    assert not example.notes
+
+
+def test_answer_whose_thought_the_template_shows_otherwise_is_rejected():
+    template = CONTENT_THOUGHTS.replace(".split('</think>')[-1]", ".split('<think>')[-1] | replace('</think>', ' ')")
+    _, rejected = encode(template, [turn("user", "two"), turn("assistant", "<think>hm</think>four"), *MORE])
+    assert isinstance(rejected, RowRejectedError)
+    assert rejected.reason == rejects.TEMPLATE_UNCLEAR
+
+
+def test_calls_of_a_template_without_generation_prompt_are_found():
+    # Mistral writes no speaker and no content before a call.
+    template = SPACED.replace(
+        "{% elif message.role == 'assistant' %}",
+        "{% elif message.role == 'tool' %}[RESULT]{{ message.content }}{% elif message.tool_calls %}[CALLS]"
+        + CALLS
+        + "</s>{% elif message.role == 'assistant' %}",
+    )
+    tokenizer = build_tokenizer(chat_template=template, eos_token="</s>")
+    turns = [*calling(count=2), *calling()[1:], turn("assistant", "four"), *MORE]
+    assert trained(template, turns, tokenizer=tokenizer) == [
+        f"[CALLS]{FIRST}\n{SECOND}</s>",
+        f"[CALLS]{FIRST}</s>",
+        " four</s>",
+        " five</s>",
+    ]
+
+
+@pytest.mark.parametrize("keys", [{}, {"thinking": "hm"}])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_calls_behind_results_in_an_open_turn_are_found(keys, is_named):
+    turns = [*calling(), *calling(**keys)[1:], turn("assistant", "four"), *MORE]
+    thought = "<thought>hm</thought>" if keys else ""
+    template = OPEN_TURN.replace("before.role != 'tool'", "before.role != 'tool' or message.tool_calls")
+    assert trained(template if is_named else OPEN_TURN, turns) == [
+        FIRST,
+        f"{thought}{FIRST}",
+        "four<|im_end|>",
+        "five<|im_end|>",
+    ]
 
 
 def test_dropped_system_messages_and_texts_beside_calls_are_noted():
