@@ -216,7 +216,7 @@ def _is_linear_router(module: nn.Module) -> bool:
 
 
 def _refuse_unused_names(model: nn.Module, lora: LoraConfig) -> None:
-    """Raise on plain names of modules to save, ranks and alphas that no module has; PEFT ignores them.
+    """Raise on plain names of modules to exclude or save, ranks and alphas that no module has; PEFT ignores them.
 
     Raises:
         OptionError: A name is unknown, or target_modules is a text with commas.
@@ -228,7 +228,10 @@ def _refuse_unused_names(model: nn.Module, lora: LoraConfig) -> None:
         )
     modules = {end for name, _ in model.named_modules() for end in _ends(name)}
     adapted = modules | {end for name in lora.target_parameters or () for end in _ends(name)}
-    given = {"modules_to_save": modules, "rank_pattern": adapted, "alpha_pattern": adapted}
+    given = {"modules_to_save": modules, "rank_pattern": adapted, "alpha_pattern": adapted, "exclude_modules": modules}
+    if isinstance(lora.exclude_modules, str):
+        _refuse_word(model, lora.exclude_modules)
+        del given["exclude_modules"]
     for field, name in [(key, name) for key in given for name in getattr(lora, key) or ()]:
         # Patterns are left to PEFT. A model may have fewer layers than the one that a full name is meant for.
         last = name.rpartition(".")[2]
@@ -238,6 +241,16 @@ def _refuse_unused_names(model: nn.Module, lora: LoraConfig) -> None:
                 f"lora.{field} has {name!r}, which {type(model).__name__} does not have"
                 f"{_describe_nearest(last, known)}."
             )
+
+
+def _refuse_word(model: nn.Module, pattern: str) -> None:
+    """Raise on a plain word as a pattern for whole names that matches none, so that it excludes nothing."""
+    if re.fullmatch(r"[\w.-]+", pattern) and not any(re.fullmatch(pattern, name) for name, _ in model.named_modules()):
+        raise OptionError(
+            f"lora.exclude_modules is {pattern!r}, a pattern that must match the whole name of a module, and no module "
+            f"of {type(model).__name__} has that name. Write a list, [{pattern}], to exclude modules by the end of "
+            "their names."
+        )
 
 
 def _describe_nearest(target: str, known: Collection[str]) -> str:

@@ -74,3 +74,21 @@ def test_described_lora_is_plain_and_gives_the_same_configuration():
     assert json.loads(json.dumps(plain)) == plain
     assert parse_lora(plain).to_dict() == lora.to_dict()
     assert to_plain({1: (torch.float32, {3, 2}, None)}) == {"1": ["torch.float32", [2, 3], None]}
+
+
+@pytest.mark.parametrize(
+    ("excluded", "told"), [(["q_prj"], "nearest: .*q_proj"), ("q_proj", r"Write a list, \[q_proj\]")]
+)
+def test_exclusions_that_exclude_nothing_are_refused(excluded, told):
+    for lora in (
+        LoraConfig(exclude_modules=excluded),
+        LoraConfig(target_modules="all-linear", exclude_modules=excluded),
+    ):
+        with pytest.raises(OptionError, match=f"exclude_modules.*{told}"):
+            add_adapters(random_model(), lora=lora, adapter_dtype=torch.float32)
+    found = add_adapters(
+        random_model(), lora=LoraConfig(target_modules="all-linear", exclude_modules=["q_proj"]),
+        adapter_dtype=torch.float32,
+    )  # fmt: skip
+    assert not any("q_proj.lora_A" in name for name, _ in found.named_parameters())
+    assert any("k_proj.lora_A" in name for name, _ in found.named_parameters())
