@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
@@ -467,6 +467,10 @@ class TestFit:
             run(tmp_path, data={}, trainer={}, callbacks=[Change()])
         with pytest.raises(OptionError, match="GradientAccumulationScheduler"):
             run(tmp_path, data={}, trainer={}, callbacks=[GradientAccumulationScheduler({0: 1, 1: 4})])
+
+    def test_search_for_a_batch_size_that_packs_would_not_follow_is_refused(self, tmp_path):
+        with pytest.raises(OptionError, match="max_tokens"):
+            run(tmp_path, data={}, trainer={}, callbacks=[BatchSizeFinder(batch_arg_name="max_tokens", max_trials=1)])
 
     def test_extra_packs_are_reported_apart(self, tmp_path, caplog):
         with caplog.at_level(logging.INFO, logger="lightning_fastft"):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -56,7 +56,7 @@ def find_accumulation(trainer: Trainer | LoopFacts | None) -> int:
     """Return the micro-batches of an accumulation window.
 
     Raises:
-        OptionError: A callback changes it during the run.
+        OptionError: A callback changes it, or the size of a pack, during the run.
     """
     if trainer is None:
         return 1
@@ -66,6 +66,11 @@ def find_accumulation(trainer: Trainer | LoopFacts | None) -> int:
                 f"GradientAccumulationScheduler({callback.scheduling}) changes accumulate_grad_batches during a run; "
                 "the plan weighs whole windows of one length. Remove the callback and set "
                 "Trainer(accumulate_grad_batches=...)."
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise OptionError(
+                "BatchSizeFinder changes an attribute, but packs are planned before it runs, so each trial would train "
+                "the same packs. Remove the callback, and set max_tokens; fastft plan shows what fits."
             )
     return int(trainer.accumulate_grad_batches)
 
