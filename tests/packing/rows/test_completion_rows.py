@@ -388,7 +388,21 @@ def test_completion_that_loses_its_trained_tokens_is_rejected():
     )
     assert example[1].tolist() == is_trained.tolist()
     with pytest.raises(RowRejectedError, match=rejects.ALL_MASKED_TRUNCATED):
-        cut_completions(*example, max_tokens=5)
+        cut_completions(*example, max_tokens=5, must_differ=True)
+
+
+def test_pair_that_loses_its_difference_is_rejected(plain_tokenizer):
+    rows = [{"prompt": "two", "chosen": " is" * 9 + end, "rejected": " is" * 9 + " two"} for end in (" four", "")]
+    options = {"tokenizer": plain_tokenizer, "max_reject_share": 0.5}
+    dataset = tokenize_sources(rows, options=FormatOptions(max_tokens=64, too_long="truncate"), **options)
+    assert len(dataset) == 2
+    with pytest.raises(DataError, match=rejects.SAME_COMPLETIONS_TRUNCATED):
+        tokenize_sources(rows, options=FormatOptions(max_tokens=12, too_long="truncate"), **options)
+
+
+def test_equal_beginnings_of_rollouts_are_kept():
+    row = {"prompt_ids": [1, 2], "completion_ids": [[3, 4, 5], [3, 4, 6]], "rewards": [0, 1]}
+    assert take(tokenize_ids(row, max_tokens=7, too_long="truncate")) == [[1, 2], [3, 4], [3, 4]]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
