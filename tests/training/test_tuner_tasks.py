@@ -362,6 +362,22 @@ def test_each_completion_is_followed_by_that_of_the_next_example(tmp_path):
         assert texts == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "rows", "more"),
+    [
+        ({"loss": "kto"}, [{"prompt": "1", "completion": "2" * 20, "label": label} for label in (True, False)], {}),
+        ({}, [{"prompt": "1" * 20, "chosen": "2", "rejected": "3"}] * 2, {"share_prompts": False}),
+    ],
+    ids=["kto", "repeated prompts"],
+)
+def test_a_row_that_fits_alone_only_is_answered_with_the_length_it_needs(tmp_path, options, rows, more):
+    run = {"tuner_class": PreferenceTuner, "lora": LORA, **options}
+    with pytest.raises(DataError, match=r"Raise max_tokens to \d+") as caught:
+        fit(tmp_path, make(**run), make_data(rows, max_tokens=32, too_long="truncate", **more), max_steps=1)
+    needed = int(re.search(r"to (\d+)", str(caught.value))[1])
+    fit(tmp_path, make(**run), make_data(rows, max_tokens=needed, **more), max_steps=1)
+
+
 LABELLED = digit_rows(8, kind="label")
 ROLLOUTS = [
     {"prompt": "1", "completions": ["2"] * (1 + number % 2), "rewards": [1.0] * (1 + number % 2)} for number in range(8)

@@ -85,17 +85,20 @@ def choose_held_out(num_documents: int, *, share: float, seed: int) -> np.ndarra
 
 
 def check_lengths(split: str, subset: DocumentSubset, *, max_tokens: int) -> None:
-    """Check that each document fits into a pack.
+    """Check that each document fits into a pack. Rows are cut by their own tokens, with the prompt once.
 
     Raises:
         DataError: One does not.
     """
     longest = int(subset.length_N.max(initial=0))
     if longest > max_tokens:
-        prompts = "its prompt once" if subset.shares_prompts else "its prompt for each completion"
+        takes = "its prompt once" if subset.shares_prompts else "its prompt for each completion"
+        if subset.adds_mismatched:
+            takes += ", and the completion of the next example"
         raise DataError(
-            f"An example of the {split} data takes {longest} tokens in a pack ({prompts}), and max_tokens is "
-            f"{max_tokens}. Raise max_tokens, or set too_long='truncate'."
+            f"An example of the {split} data takes {longest} tokens in a pack ({takes}), and max_tokens is "
+            f"{max_tokens}. Raise max_tokens to {longest}, or shorten the longest rows: too_long='truncate' cuts a row "
+            "by its own tokens, with its prompt once."
         )
 
 
