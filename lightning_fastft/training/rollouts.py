@@ -164,8 +164,9 @@ class RolloutDataModule(LightningDataModule):
         # A row may lack a column that others have.
         self._columns = tuple(dict.fromkeys(name for row in self._rows for name in row if name != PROMPT))
         if self.sampled_share < 1:
-            options = {"max_tokens": self.max_tokens, "sampled_share": self.sampled_share}
-            self._given = encode_given(formatter, self._rows, places, **options)
+            self._given = encode_given(
+                formatter, self._rows, places, max_tokens=self.max_tokens, sampled_share=self.sampled_share
+            )
         self._shares_prompts = can_share_prompts(self.share_prompts, tuner)
         longest = max(map(len, self._prompt_ids))
         num_behind = self.num_completions * self.max_new_tokens
