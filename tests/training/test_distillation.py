@@ -160,6 +160,12 @@ def test_a_store_serves_forward_kl_alone():
         make_tuner(DistillationTuner, teacher="none", store="x", kind="jsd")
 
 
+@pytest.mark.parametrize(("options", "name"), [({"beta": 0.9}, "beta"), ({"top_k": None}, "top_k")])
+def test_options_without_an_effect_are_refused(options, name):
+    with pytest.raises(OptionError, match=f"{name}=.* has no effect"):
+        make_tuner(DistillationTuner, teacher=make_teacher(), **options)
+
+
 def test_a_teacher_is_no_part_of_a_whole_student():
     """Where every weight is trained, every parameter of the module is saved."""
     teacher = make_teacher()

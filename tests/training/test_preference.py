@@ -247,6 +247,9 @@ def test_predictions_of_labelled_rows_are_of_no_other_completions(tmp_path):
     [
         ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
         ({"loss": "robust"}, "label_smoothing"),
+        ({"gamma": 1.0}, "gamma=1.0 has no effect: only loss='simpo'"),
+        ({"loss": "simpo", "desirable_weight": 2.0}, "desirable_weight=2.0 has no effect: only loss='kto'"),
+        ({"undesirable_weight": 0.0}, "undesirable_weight=0.0 has no effect"),
         ({"lora": None}, "stored"),
         ({"lora": None, "reference": "adapters_off"}, "adapters"),
         ({"lora": {**LORA, "init_lora_weights": "pissa"}}, "'pissa' would be the base without"),
