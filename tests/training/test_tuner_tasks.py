@@ -289,6 +289,12 @@ def test_rows_of_another_kind_are_refused(tmp_path, make_tuner, rows, message):
         fit(tmp_path, make_tuner(), make_data(rows), max_steps=1)
 
 
+def test_tests_on_pairs_name_the_command_that_compares_them(tmp_path):
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy())
+    with pytest.raises(DataError, match="by fastft validate"):
+        trainer.test(make(FineTuner), make_data(None, test_paths=digit_rows(8)))
+
+
 LONGROPE = {
     "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,

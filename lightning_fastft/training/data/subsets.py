@@ -59,10 +59,12 @@ def check_formats(
     if foreign and not takes_completions and format == "auto":
         # Rows of the other formats have no column completion.
         plain = "format='prompt_completion', or " if {"labelled", "scored"}.issuperset(foreign) else ""
+        # fastft eval tests a FineTuner, whatever class has trained the model.
+        compared = " A run of that class is compared on them by fastft validate." if split == "test" else ""
         raise DataError(
-            f"The {split} data {source} has rows of format {foreign[0]}, whose completions {name} would all train "
+            f"The {split} data {source} has rows of format {foreign[0]}, whose completions {name} would all read "
             f"alike. Use {TUNERS[foreign[0]]}; or give {plain}format={foreign[0]!r} for a module of your own that "
-            "reads batch.context.completions."
+            f"reads batch.context.completions.{compared}"
         )
 
 
