@@ -223,6 +223,19 @@ def test_adapters_that_begin_with_an_effect_need_a_reference_by_name(tmp_path):
     assert PreferenceTuner(fresh).reference == "adapters_off"
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_base_weights_that_are_trained_need_another_reference(bias):
+    """Disabled adapters leave trained biases of the base as they are, and the reference would move with them."""
+    config = {**CONFIG, "attention_bias": True}
+    lora = {"r": 4, "target_modules": ["q_proj"], "bias": bias}
+    with pytest.raises(OptionError, match=r"would change with .*q_proj.*bias.*'stored'"):
+        PreferenceTuner(config, init="random", lora=lora).configure_model()
+    PreferenceTuner(config, init="random", lora=lora, reference="stored").configure_model()
+    PreferenceTuner(config, init="random", lora=lora, loss="orpo").configure_model()
+    # A model without biases trains none.
+    PreferenceTuner(CONFIG, init="random", lora=lora).configure_model()
+
+
 def test_log_probabilities_are_predicted():
     tuner, documents = make_tuner(PreferenceTuner), pairs()
     with packed(tuner):
