@@ -107,7 +107,8 @@ class DistillationTuner(Tuner):
                     "(--model.top_k null) to store its hidden states instead."
                 )
         refuse_unread("beta", beta, default=0.5, is_read=kind == "jsd", reader="kind='jsd'")
-        refuse_unread("top_k", top_k, default=64, is_read=store is not None, reader="store")
+        # A live teacher is compared over the whole vocabulary, as top_k=None says.
+        refuse_unread("top_k", top_k, default=64, is_read=store is not None or top_k is None, reader="store")
         self._stores: dict[str, TeacherStore] = {}
         self._teacher_head: Head | None = None
         self.save_hyperparameters(

@@ -200,7 +200,7 @@ OPTIONS = {
         "vocab_size": either(nothing, whole(2)),
         "store": either(nothing, path),
         # Read with a store alone.
-        "top_k": choice(64),
+        "top_k": nothing,
     },
     "RolloutDataModule": {
         "prompts": lambda value: value is not None and rows(value),
