@@ -157,7 +157,7 @@ def refuse_unread(name: str, value: object, *, default: object, is_read: bool, r
     """
     if not is_read and value != default:
         raise OptionError(
-            f"{name}={value!r} has no effect: only {reader} reads it. Leave {name} out, or give {reader}."
+            f"{name}={value!r} has no effect: only {reader} reads it. Give {name}={default!r} (default) or {reader}."
         )
 
 

@@ -130,6 +130,29 @@ def test_plan_counts_the_model_of_a_tuner_and_refuses_a_second_one(demo_files, r
     assert "a second one" in text
 
 
+FOREIGN = {
+    "preference": {"chosen": "b", "rejected": "c c"},
+    "labelled": {"completion": "b", "label": True},
+    "scored": {"completion": "b", "score": 0.5},
+    "stepwise": {"completions": ["b", "c"], "labels": [True, False]},
+    "rollouts": {"completions": ["b", "c"], "rewards": [0.0, 1.0]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The whole run has")
+@pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
+@pytest.mark.parametrize("format", FOREIGN)
+def test_init_names_a_command_that_trains_rows_with_completions(format, folder, model, answer):
+    row = {"prompt": "a", **FOREIGN[format]}
+    # The loss of labelled rows contrasts two labels.
+    others = [{**row, "label": False}] if format == "labelled" else []
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [row, *others] * 4))
+    status, text = answer(["init", "--model", model, "--data", "rows.jsonl"])
+    assert status == 1
+    command = text[text.index("fastft fit") :].split()[1:]
+    assert main([*command, *TINY, "--trainer.max_steps", "1", "--data.val_share", "0"]) == 0
+
+
 def test_data_that_is_sampled_during_training_is_checked_by_doctor(rows, model, answer):
     status, text = answer(["data", *words_for("grpo_qwen3_0.6b", model), "--data.prompts", "prompts.jsonl"])
     assert status == 1
