@@ -14,6 +14,7 @@ from lightning_fastft.core.errors import OptionError, ResumeError, list_names
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.stream import PlannedStream
+from lightning_fastft.training.data.trainer_facts import has_trained
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.model.options import check_second_model
 from lightning_fastft.training.tuner import Tuner
@@ -147,6 +148,9 @@ class ReferenceTuner(Tuner):
         """Compute the reference's log-probabilities where they are to be stored and the run does not resume."""
         super().on_fit_start()
         if self.needs_reference and self.reference == STORED and self.trainer.ckpt_path is None:
+            if not has_trained(self.trainer):
+                # Those of an earlier run are not of the model that this one begins with.
+                self._stored.clear()
             for split in ("train", "val"):
                 self._store(split)
 

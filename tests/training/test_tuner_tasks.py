@@ -254,6 +254,26 @@ def test_a_run_goes_on_bit_for_bit_inside_an_epoch(tmp_path, kind):
         assert torch.equal(one, other), name
 
 
+def test_a_new_run_compares_with_the_model_that_it_begins_with(tmp_path):
+    """A second Trainer begins a run; the same one goes on with the run of before."""
+    data, tuner, found = make_data(digit_rows(20)), make(PreferenceTuner, reference="stored"), []
+    own_step = tuner.training_step
+
+    def step(batch, batch_idx):
+        loss = own_step(batch, batch_idx)
+        found.append(float(loss.detach()))
+        return loss
+
+    tuner.training_step = step
+    trainer = fit(tmp_path, tuner, data, max_steps=3)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(tuner, data)
+    fit(tmp_path, tuner, data, max_steps=1)
+    assert found[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert found[3] < found[0] - 1e-3
+    assert found[6] == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_other_data_than_that_of_the_stored_reference_is_refused(tmp_path):
     options = {"max_tokens": 64, "val_paths": digit_rows(20, seed=1)}
     length = {"max_epochs": 1, "max_steps": -1}
