@@ -209,6 +209,17 @@ class RolloutDataModule(LightningDataModule):
                 f"log-probabilities at temperature={tuner.temperature}. Give both the same one."
             )
 
+    def describe(self) -> dict[str, Any]:
+        """Return the source and the number of prompts, and how they are completed, as plain values."""
+        return {
+            "source": self._source if isinstance(self._source, str) else type(self._source).__name__,
+            "prompts": len(self._rows),
+            "num_completions": self.num_completions,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "sampled_share": self.sampled_share,
+        }
+
     def train_dataloader(self) -> PackedLoader:
         """Return the micro-batches of this rank, round after round, each sampled when it is requested."""
         return PackedLoader(self._open_rounds, num_batches=ENDLESS, find_run=lambda: self.trainer)

@@ -183,6 +183,13 @@ def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer, caplo
     with torch.no_grad():
         expected, found = (found(input_ids=ids).logits for found in (cli.model.model.eval(), stock))
     torch.testing.assert_close(found, expected)
+    card = (rows / "exported/README.md").read_text()
+    assert "unknown" not in card
+    assert "gamma" not in card
+    if more:
+        assert "--allow-import tuner_rewards" in card
+        assert "| prompts | prompts.jsonl: 40 prompts |" in card
+        assert "| advantage | normalised |" in card
 
 
 @pytest.mark.slow

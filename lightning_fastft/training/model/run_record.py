@@ -36,9 +36,14 @@ def find_versions() -> dict[str, str]:
 
 
 def _describe_data(data: Any) -> dict[str, Any]:
-    """Return files, rows, examples and tokens of a PackedDataModule; of another data module nothing."""
+    """Return files, rows, examples and tokens of a PackedDataModule, the numbers of a RolloutDataModule, and nothing of
+    another data module.
+    """
     from lightning_fastft.training.datamodule import PackedDataModule
+    from lightning_fastft.training.rollouts import RolloutDataModule
 
+    if isinstance(data, RolloutDataModule):
+        return {"max_tokens": data.max_tokens, "rollouts": data.describe()}
     if not isinstance(data, PackedDataModule):
         return {}
     found: dict[str, Any] = {"max_tokens": data.max_tokens}
