@@ -209,8 +209,9 @@ class RolloutDataModule(LightningDataModule):
                 f"log-probabilities at temperature={tuner.temperature}. Give both the same one."
             )
 
-    def describe(self) -> dict[str, Any]:
-        """Return the source and the number of prompts, and how they are completed, as plain values."""
+    @property
+    def rollout_facts(self) -> dict[str, Any]:
+        """The source and the number of prompts, and how they are completed, as plain values."""
         return {
             "source": self._source if isinstance(self._source, str) else type(self._source).__name__,
             "prompts": len(self._rows),

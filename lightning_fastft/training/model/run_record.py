@@ -40,10 +40,11 @@ def _describe_data(data: Any) -> dict[str, Any]:
     another data module.
     """
     from lightning_fastft.training.datamodule import PackedDataModule
-    from lightning_fastft.training.rollouts import RolloutDataModule
 
-    if isinstance(data, RolloutDataModule):
-        return {"max_tokens": data.max_tokens, "rollouts": data.describe()}
+    # Of a RolloutDataModule, which imports the tuners.
+    rollouts = getattr(data, "rollout_facts", None)
+    if rollouts is not None:
+        return {"max_tokens": data.max_tokens, "rollouts": rollouts}
     if not isinstance(data, PackedDataModule):
         return {}
     found: dict[str, Any] = {"max_tokens": data.max_tokens}
