@@ -120,7 +120,7 @@ class FastFTCLI(LightningCLI):
                 trainer_class=FastFTTrainer,
                 trainer_defaults={
                     **TRAINER_DEFAULTS,
-                    "callbacks": [*callbacks, RunLength(), CommandRecord(words)] if run else list(callbacks),
+                    "callbacks": [*callbacks, RunLength(), CommandRecord(args)] if run else list(callbacks),
                 },
                 seed_everything_default=1,
                 parser_class=FastFTArgumentParser,

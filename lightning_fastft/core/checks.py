@@ -149,6 +149,18 @@ def check_choice(name: str, value: T, allowed: Collection[T]) -> T:
     return value
 
 
+def refuse_unread(name: str, value: object, *, default: object, is_read: bool, reader: str) -> None:
+    """Refuse a value of an option that only another choice reads.
+
+    Raises:
+        OptionError: The option is not read, and its value is not the default.
+    """
+    if not is_read and value != default:
+        raise OptionError(
+            f"{name}={value!r} has no effect: only {reader} reads it. Give {name}={default!r} (default) or {reader}."
+        )
+
+
 def check_tensor(
     name: str, tensor: torch.Tensor, *, ndim: int, dtypes: Collection[torch.dtype] | None = None
 ) -> torch.Tensor:

@@ -125,8 +125,10 @@ def _scales(model: nn.Module, adapter: str) -> dict[str, float]:
     }
 
 
-def check_for_vllm(model: PeftModel) -> int:
+def check_for_vllm(model: PeftModel, *, is_doubled: bool = False) -> int:
     """Raise on adapters that vLLM would reject or partly ignore; return the rank to serve them with.
+
+    is_doubled: the adapters will be written as plain LoRA of twice their rank (PiSSA, OLoRA).
 
     vLLM reads ``r``, ``lora_alpha``, ``use_rslora`` and the tensors ``...lora_A.weight`` and ``...lora_B.weight`` of
     linear layers, with one rank and one scale for all. It rejects DoRA and ``modules_to_save``, ignores unknown fields
@@ -148,8 +150,9 @@ def check_for_vllm(model: PeftModel) -> int:
     ]
     if isinstance(lora.target_modules, str):
         ignored.append(f"target_modules={lora.target_modules!r:.60}, which is not a list of names")
-    if lora.r > VLLM_RANKS[-1]:
-        ignored.append(f"r={lora.r}, more than {VLLM_RANKS[-1]}")
+    num_ranks = 2 * lora.r if is_doubled else lora.r
+    if num_ranks > VLLM_RANKS[-1]:
+        ignored.append(f"r={num_ranks}, more than {VLLM_RANKS[-1]}")
     strange = [
         name
         for name, parameter in model.named_parameters()
@@ -162,4 +165,4 @@ def check_for_vllm(model: PeftModel) -> int:
             f"vLLM would not read all of these adapters: {'; '.join(ignored)}. Add --merge and serve the merged model, "
             "or train without it."
         )
-    return next(rank for rank in VLLM_RANKS if rank >= lora.r)
+    return next(rank for rank in VLLM_RANKS if rank >= num_ranks)

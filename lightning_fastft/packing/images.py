@@ -360,3 +360,10 @@ def _pad(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     from torch.nn.functional import pad
 
     return pad(tensor, [side for size in reversed(missing) for side in (0, size)])
+
+
+def image_column(row: Mapping[str, Any]) -> list[object]:
+    """Return the images of a row's columns, images before image."""
+    images = row.get("images")
+    several = list(images) if isinstance(images, (list, tuple)) else [] if images is None else [images]
+    return several + ([row["image"]] if row.get("image") is not None else [])

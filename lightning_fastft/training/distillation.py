@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_fastft.core.checks import check_choice, check_float, check_int, check_path, check_share
+from lightning_fastft.core.checks import check_choice, check_float, check_int, check_path, check_share, refuse_unread
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.kernels.divergence.reference import KINDS, Kind
@@ -106,6 +106,9 @@ class DistillationTuner(Tuner):
                     "Stored tokens of a teacher serve kind='forward_kl' without vocab_size. Set top_k=None "
                     "(--model.top_k null) to store its hidden states instead."
                 )
+        refuse_unread("beta", beta, default=0.5, is_read=kind == "jsd", reader="kind='jsd'")
+        # A live teacher is compared over the whole vocabulary, as top_k=None says.
+        refuse_unread("top_k", top_k, default=64, is_read=store is not None or top_k is None, reader="store")
         self._stores: dict[str, TeacherStore] = {}
         self._teacher_head: Head | None = None
         self.save_hyperparameters(

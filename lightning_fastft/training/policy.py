@@ -38,7 +38,8 @@ class PolicyTuner(ReferenceTuner):
 
     Rows come from files (format "rollouts") or from a ``RolloutDataModule``, which samples them during the training.
     GRPO is the default; DAPO is loss="dapo" with clip_high=0.28, GSPO is ratio="sequence", Dr. GRPO is loss="dr_grpo"
-    with advantage="centred" and max_completion_tokens, and RLOO is advantage="leave_one_out".
+    with advantage="centred" and max_completion_tokens. RLOO is advantage="leave_one_out" on sums over the tokens of a
+    completion: loss="dr_grpo" with max_completion_tokens=1.
 
     Args:
         model: As in ``FineTuner``.
@@ -54,7 +55,7 @@ class PolicyTuner(ReferenceTuner):
         sampler_clip: Largest weight that corrects for a sampler in another precision. None: no correction. The sampler
             of a ``RolloutDataModule`` is then taken for the policy before the update, and log-probabilities in rows of
             files are those of the policy before the update.
-        max_completion_tokens: Length that "dr_grpo" divides by.
+        max_completion_tokens: Length that "dr_grpo" divides by; 1 for the sum over the tokens of a completion.
         reference: As in ``ReferenceTuner``; read if kl_weight is above 0. "stored" is refused.
         options: Options of ``Tuner``.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_fastft.core.checks import check_choice, check_float
+from lightning_fastft.core.checks import check_choice, check_float, refuse_unread
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LARGEST_BETA = 1e3
 # Options that a checkpoint keeps; and sft_weight as it was given, because None is another number for another loss.
 _OPTIONS = ("loss", "beta", "label_smoothing", "gamma", "desirable_weight", "undesirable_weight")
+# Options of one loss, with their defaults.
+_OF_ONE_LOSS = {"gamma": ("simpo", 0.5), "desirable_weight": ("kto", 1.0), "undesirable_weight": ("kto", 1.0)}
 
 
 class PreferenceTuner(ReferenceTuner):
@@ -91,6 +93,8 @@ class PreferenceTuner(ReferenceTuner):
         self.sft_weight = check_float("sft_weight", weight, low=0.0, high=LARGEST_BETA)
         self.desirable_weight = check_float("desirable_weight", desirable_weight, low=0.0, high=LARGEST_BETA)
         self.undesirable_weight = check_float("undesirable_weight", undesirable_weight, low=0.0, high=LARGEST_BETA)
+        for name, (reader, default) in _OF_ONE_LOSS.items():
+            refuse_unread(name, getattr(self, name), default=default, is_read=loss == reader, reader=f"loss={reader!r}")
         if label_smoothing and loss not in SMOOTHED_LOSSES:
             raise OptionError(
                 f"loss={loss!r} has no label_smoothing; losses that have it: {', '.join(sorted(SMOOTHED_LOSSES))}."

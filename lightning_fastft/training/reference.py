@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_fastft.core.errors import OptionError, ResumeError
+from lightning_fastft.core.errors import OptionError, ResumeError, list_names
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.stream import PlannedStream
+from lightning_fastft.training.data.trainer_facts import has_trained
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.model.options import check_second_model
 from lightning_fastft.training.tuner import Tuner
@@ -117,8 +118,12 @@ class ReferenceTuner(Tuner):
         self._reference = (reference,)
 
     def configure_model(self) -> None:
-        """Build the model, and the reference model where it is a second one."""
-        from lightning_fastft.hf.lora import trained_adapters
+        """Build the model, and the reference model where it is a second one.
+
+        Raises:
+            OptionError: The reference is the model without its adapters, and other weights are trained too.
+        """
+        from lightning_fastft.hf.lora import OWNED_BY_ADAPTER, trained_adapters
 
         super().configure_model()
         if self.needs_reference and self.reference not in (ADAPTERS_OFF, STORED) and self.frozen_model is None:
@@ -127,11 +132,25 @@ class ReferenceTuner(Tuner):
         if self.reference == ADAPTERS_OFF:
             trained = trained_adapters(self.model)
             self._frozen_adapters = [name for name in self.model.peft_config if name not in trained]
+            beside = [
+                name
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad and OWNED_BY_ADAPTER.search(name) is None
+            ]
+            if self.needs_reference and beside:
+                raise OptionError(
+                    f"reference='adapters_off' would change with {list_names(beside)}, which are trained and no part "
+                    "of the adapters. Give reference='stored' (not for PolicyTuner) or the name of a model, or freeze "
+                    "them (lora: bias 'none')."
+                )
 
     def on_fit_start(self) -> None:
         """Compute the reference's log-probabilities where they are to be stored and the run does not resume."""
         super().on_fit_start()
         if self.needs_reference and self.reference == STORED and self.trainer.ckpt_path is None:
+            if not has_trained(self.trainer):
+                # Those of an earlier run are not of the model that this one begins with.
+                self._stored.clear()
             for split in ("train", "val"):
                 self._store(split)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
-from lightning_fastft.core.checks import check_choice, check_float
+from lightning_fastft.core.checks import check_choice, check_float, refuse_unread
 from lightning_fastft.core.errors import DataError, UnsupportedModelError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
@@ -71,6 +71,8 @@ class RewardTuner(Tuner):
         self.loss = check_choice("loss", loss, tuple(FORMATS))
         self.read = check_choice("read", read, ("last", "mean"))
         self.center_weight = check_float("center_weight", center_weight, low=0.0, high=LARGEST_WEIGHT)
+        refuse_unread("center_weight", center_weight, default=0.0, is_read=loss == "pairwise", reader="loss='pairwise'")
+        refuse_unread("read", read, default="last", is_read=loss != "stepwise", reader="a loss of whole completions")
         self.save_hyperparameters({"loss": loss, "read": read, "center_weight": center_weight})
         self.register_transform("reward head", self._add_head, stage="before_adapters")
         self.register_transform("trained reward head", self._train_head, stage="after_adapters")

@@ -16,17 +16,23 @@ from lightning_fastft.checkpoint.lightning_internals import batch_progress, take
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.checkpoint.rng import drawing_apart
 from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_share
-from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.core.errors import OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
+<<<<<<< HEAD
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
 from lightning_fastft.training.data.options import check_source, show_loaders
+=======
+from lightning_fastft.packing.tokens.formatter import Formatter
+from lightning_fastft.training.data.options import check_source
+>>>>>>> a
 from lightning_fastft.training.data.rollouts import (
     PROMPT,
+    encode_given,
     encode_prompt_ids,
     from_plain,
     make_rollout,
@@ -36,7 +42,7 @@ from lightning_fastft.training.data.rollouts import (
 from lightning_fastft.training.data.rounds import choose_prompts, draw_sampled, pack_round
 from lightning_fastft.training.data.sampled import check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
-from lightning_fastft.training.data.trainer_facts import check_rollout_run
+from lightning_fastft.training.data.trainer_facts import check_rollout_run, has_trained
 from lightning_fastft.training.samplers import FunctionSampler, Sampled, VllmSampler, sample_with_model
 
 if TYPE_CHECKING:
@@ -45,8 +51,6 @@ if TYPE_CHECKING:
 
 # Samplers keep this import path.
 __all__ = ["FunctionSampler", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
-
-COMPLETION = "completion"
 
 
 class RolloutDataModule(LightningDataModule):
@@ -58,8 +62,9 @@ class RolloutDataModule(LightningDataModule):
     judge: there are no rewards. An epoch has no last batch: the Trainer needs ``max_steps`` or ``max_time``.
 
     Args:
-        prompts: Rows with a column "prompt" (text, or a list of messages for the chat template): a file, a folder, a
-            data set or a list of rows, as in ``PackedDataModule``. Other columns go to the rewards.
+        prompts: Rows with a column "prompt" (text, or messages for the chat template, which also gets a column
+            "tools"): a file, a folder, a data set or a list of rows, as in ``PackedDataModule``. Other columns go to
+            the rewards.
         rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
             prompts, completions (texts) and one list for each other column of the rows. Returns one finite number for
             each completion. None for a DistillationTuner.
@@ -127,6 +132,7 @@ class RolloutDataModule(LightningDataModule):
         self._source = prompts
         self._shares_prompts = share_prompts is True
         self._rows: list[dict[str, Any]] = []
+        self._columns: tuple[str, ...] = ()
         self._prompt_ids: list[list[int]] = []
         # The rows' own completions behind their prompts; empty if all are sampled.
         self._given: list[Document] = []
@@ -144,21 +150,31 @@ class RolloutDataModule(LightningDataModule):
             OptionError: A prompt leaves no room for completions, options do not fit, or nothing ends the run.
         """
         check_rollout_run(self.trainer)
-        if self._rows:
-            return
+        if not has_trained(self.trainer):
+            # A new run does not go on with rollouts of an earlier one.
+            self._num_rounds = self._num_yielded = self._num_in_round = 0
+            self._documents = self._old = None
         self._check_tuner()
-        tokenizer, places = self._tuner().tokenizer, []
-        if tokenizer is None:
+        tuner, places = self._tuner(), []
+        if tuner.tokenizer is None:
             raise OptionError("Prompts are text and need a tokenizer: give the tuner one.")
+        format_options = FormatOptions(max_tokens=self.max_tokens, format="rollouts")
+        formatter = Formatter(
+            tuner.tokenizer, options=format_options, vocab_size=tuner.vocab_size, stop_ids=tuner.stop_ids
+        )
+        self._rows = []
         for source in open_sources(self._source):
             for raw in source.read(None):
                 places.append(f"{source.name}, {source.counts} {raw.line}")
-                row = read_prompt(raw.raw, place=places[-1])
-                self._rows.append(row)
-                self._prompt_ids.append(encode_prompt_ids(tokenizer, row[PROMPT]))
+                self._rows.append(read_prompt(raw.raw, place=places[-1]))
+        self._prompt_ids = [encode_prompt_ids(formatter, row, place=place) for row, place in zip(self._rows, places)]
+        # A row may lack a column that others have.
+        self._columns = tuple(dict.fromkeys(name for row in self._rows for name in row if name != PROMPT))
         if self.sampled_share < 1:
-            self._given = self._encode_given(places)
-        self._shares_prompts = can_share_prompts(self.share_prompts, self._tuner())
+            self._given = encode_given(
+                formatter, self._rows, places, max_tokens=self.max_tokens, sampled_share=self.sampled_share
+            )
+        self._shares_prompts = can_share_prompts(self.share_prompts, tuner)
         longest = max(map(len, self._prompt_ids))
         num_behind = self.num_completions * self.max_new_tokens
         num_prompt = longest - 1 + self.num_completions if self._shares_prompts else longest * self.num_completions
@@ -200,38 +216,17 @@ class RolloutDataModule(LightningDataModule):
                 f"log-probabilities at temperature={tuner.temperature}. Give both the same one."
             )
 
-    def _encode_given(self, places: Sequence[str]) -> list[Document]:
-        """Return each row's own completion behind its prompt.
-
-        Raises:
-            DataError: A row has none, or one that cannot be trained or does not fit max_tokens.
-        """
-        for place, row in zip(places, self._rows):
-            if row.get(COMPLETION) is None:
-                raise DataError(
-                    f"{place}: the row has no completion, and sampled_share={self.sampled_share} trains on those of "
-                    "rows: add the column completion, or sample all of them with --data.sampled_share 1.0."
-                )
-        tuner, documents = self._tuner(), []
-        options = FormatOptions(max_tokens=self.max_tokens, format="rollouts")
-        formatter = Formatter(tuner.tokenizer, options=options, vocab_size=tuner.vocab_size, stop_ids=tuner.stop_ids)
-        rows = [{PROMPT: row[PROMPT], "completions": [row.get(COMPLETION)], "rewards": [0.0]} for row in self._rows]
-        for place, found in zip(places, formatter.encode(rows, format="rollouts")):
-            if not isinstance(found, Encoded):
-                raise DataError(
-                    f"{place}: {found}. With sampled_share={self.sampled_share} completion must be a text where "
-                    "prompt is a text, and messages where prompt is messages."
-                ) from found
-            if len(found.input_ids) > self.max_tokens:
-                raise DataError(
-                    f"{place}: prompt and completion have {len(found.input_ids)} tokens, and max_tokens is "
-                    f"{self.max_tokens}."
-                )
-            assert found.completions is not None
-            labels = np.where(found.is_trained, found.input_ids, IGNORED_LABEL)
-            lengths, scores = found.completions.segment_lengths, found.completions.scores
-            documents.append(Document(found.input_ids, labels, segment_lengths=lengths, scores=scores))
-        return documents
+    @property
+    def rollout_facts(self) -> dict[str, Any]:
+        """The source and the number of prompts, and how they are completed, as plain values."""
+        return {
+            "source": self._source if isinstance(self._source, str) else type(self._source).__name__,
+            "prompts": len(self._rows),
+            "num_completions": self.num_completions,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "sampled_share": self.sampled_share,
+        }
 
     def train_dataloader(self) -> PackedLoader:
         """Return the micro-batches of this rank, round after round, each sampled when it is requested."""
@@ -301,11 +296,19 @@ class RolloutDataModule(LightningDataModule):
             vocab_size=tuner.vocab_size,
         )  # fmt: skip
         rows = [self._rows[index] for index in chosen]
-        rewards = judge(rows, groups, rewards=self.rewards, tokenizer=tuner.tokenizer)
+        rewards = judge(rows, groups, rewards=self.rewards, columns=self._columns, tokenizer=tuner.tokenizer)
         rollouts = [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
-        if getattr(tuner, "sampler_clip", None) is None:
+        sampler_clip = getattr(tuner, "sampler_clip", None)
+        if sampler_clip is None:
             # Nothing corrects for the sampler: it is taken for the policy, however many steps a round has.
             return [rollout._replace(log_probs=None) for rollout in rollouts]
+        if any(rollout.log_probs is None for rollout in rollouts):
+            name = getattr(self.sampler, "__name__", type(self.sampler).__name__)
+            raise OptionError(
+                f"sampler_clip={sampler_clip} corrects by the log-probabilities that a sampler returns, and {name} "
+                "returned none. Leave sampler_clip out, or give a sampler with log-probabilities: VllmSampler, or a "
+                "function of yours like sample_with_model."
+            )
         return rollouts
 
     def _weights(self, documents: Sequence[Document]) -> np.ndarray:

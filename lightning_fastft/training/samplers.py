@@ -104,7 +104,8 @@ class VllmSampler:
         """Return completions with vLLM's log-probabilities.
 
         Raises:
-            OptionError: The tuner has no adapters, they are sharded, or their rank is above max_lora_rank.
+            OptionError: The tuner has no adapters, they are sharded or active beside others, or their rank is above
+                max_lora_rank.
             UnsupportedModelError: vLLM would not read a part of the adapters.
         """
         from vllm.lora.request import LoRARequest
@@ -124,7 +125,7 @@ class VllmSampler:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with TemporaryDirectory(prefix="fastft-adapters-") as folder:
             # Every rank writes for its own engine.
-            save_adapters(tuner.model, Path(folder) / "adapters")
+            save_adapters(tuner.model, Path(folder) / "adapters", initial=tuner.initial_adapters)
             # A new number for new adapters: vLLM keeps those of earlier numbers.
             request = LoRARequest(f"round-{self._num_rounds}", self._num_rounds, str(Path(folder) / "adapters"))
             results = self._engine.generate(inputs, options, use_tqdm=False, lora_request=request)
@@ -149,7 +150,13 @@ class VllmSampler:
                 "VllmSampler cannot hand over adapters that are sharded. Use strategy='fastft' or 'fastft_ddp', or "
                 "another sampler."
             )
-        rank = check_for_vllm(tuner.model)
+        if len(tuner.model.active_adapters) > 1:
+            raise OptionError(
+                "VllmSampler hands over the trained adapters alone, and others are active beside them "
+                "(frozen_adapters), so the samples would be of another model. Merge those into the base first: fastft "
+                "export --merge."
+            )
+        rank = check_for_vllm(tuner.model, is_doubled=tuner.initial_adapters is not None)
         if rank > self._max_lora_rank:
             raise OptionError(
                 f"The adapters need max_lora_rank={rank}, and VllmSampler has {self._max_lora_rank}: give "

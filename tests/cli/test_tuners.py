@@ -130,6 +130,29 @@ def test_plan_counts_the_model_of_a_tuner_and_refuses_a_second_one(demo_files, r
     assert "a second one" in text
 
 
+FOREIGN = {
+    "preference": {"chosen": "b", "rejected": "c c"},
+    "labelled": {"completion": "b", "label": True},
+    "scored": {"completion": "b", "score": 0.5},
+    "stepwise": {"completions": ["b", "c"], "labels": [True, False]},
+    "rollouts": {"completions": ["b", "c"], "rewards": [0.0, 1.0]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The whole run has")
+@pytest.mark.filterwarnings("ignore:GradientHealth checked nothing")
+@pytest.mark.parametrize("format", FOREIGN)
+def test_init_names_a_command_that_trains_rows_with_completions(format, folder, model, answer):
+    row = {"prompt": "a", **FOREIGN[format]}
+    # The loss of labelled rows contrasts two labels.
+    others = [{**row, "label": False}] if format == "labelled" else []
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [row, *others] * 4))
+    status, text = answer(["init", "--model", model, "--data", "rows.jsonl"])
+    assert status == 1
+    command = text[text.index("fastft fit") :].split()[1:]
+    assert main([*command, *TINY, "--trainer.max_steps", "1", "--data.val_share", "0"]) == 0
+
+
 def test_data_that_is_sampled_during_training_is_checked_by_doctor(rows, model, answer):
     status, text = answer(["data", *words_for("grpo_qwen3_0.6b", model), "--data.prompts", "prompts.jsonl"])
     assert status == 1
@@ -160,6 +183,13 @@ def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer, caplo
     with torch.no_grad():
         expected, found = (found(input_ids=ids).logits for found in (cli.model.model.eval(), stock))
     torch.testing.assert_close(found, expected)
+    card = (rows / "exported/README.md").read_text()
+    assert "unknown" not in card
+    assert "gamma" not in card
+    if more:
+        assert "--allow-import tuner_rewards" in card
+        assert "| prompts | prompts.jsonl: 40 prompts |" in card
+        assert "| advantage | normalised |" in card
 
 
 @pytest.mark.slow

@@ -166,7 +166,9 @@ OPTIONS = {
         "label_smoothing": number(0, 0.499),
         "sft_weight": either(nothing, weight),
         "reference": reference,
-        **dict.fromkeys(("gamma", "desirable_weight", "undesirable_weight"), weight),
+        # Read by loss="simpo" and loss="kto" alone.
+        "gamma": number(0.5, 0.5),
+        **dict.fromkeys(("desirable_weight", "undesirable_weight"), number(1, 1)),
     },
     "RewardTuner": {
         **TUNER,
@@ -191,12 +193,14 @@ OPTIONS = {
         **TUNER,
         "teacher": text,
         "kind": choice("forward_kl", "reverse_kl", "jsd"),
-        "beta": number(1e-6, 1 - 1e-6),
+        # Read by kind="jsd" alone.
+        "beta": number(0.5, 0.5),
         "temperature": number(1e-3, 1e3),
         "sft_weight": share,
         "vocab_size": either(nothing, whole(2)),
         "store": either(nothing, path),
-        "top_k": either(nothing, whole(1, 4096)),
+        # Read with a store alone.
+        "top_k": nothing,
     },
     "RolloutDataModule": {
         "prompts": lambda value: value is not None and rows(value),

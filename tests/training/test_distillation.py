@@ -11,6 +11,7 @@ from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.teacher_store import TeacherStore
 from tests.support.packs import assert_close, make_documents
 from tests.support.training_parts import quiet_trainer
@@ -158,6 +159,23 @@ def test_another_teacher_has_a_store_of_its_own(tmp_path):
 def test_a_store_serves_forward_kl_alone():
     with pytest.raises(OptionError, match="forward_kl"):
         make_tuner(DistillationTuner, teacher="none", store="x", kind="jsd")
+
+
+@pytest.mark.parametrize("file", ["adapters/adapter_config.json", "run.ckpt"])
+def test_a_trained_model_that_is_not_whole_is_no_teacher_and_no_reference(tmp_path, file):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    given = str(path if path.suffix == ".ckpt" else path.parent)
+    for tuner_class, options in ((DistillationTuner, {"teacher": given}), (PreferenceTuner, {"reference": given})):
+        with pytest.raises(OptionError, match=r"fastft export .* --merge"):
+            make_tuner(tuner_class, **options)
+
+
+@pytest.mark.parametrize(("options", "name"), [({"beta": 0.9}, "beta"), ({"top_k": 8}, "top_k")])
+def test_options_without_an_effect_are_refused(options, name):
+    with pytest.raises(OptionError, match=f"{name}=.* has no effect"):
+        make_tuner(DistillationTuner, teacher=make_teacher(), **options)
 
 
 def test_a_teacher_is_no_part_of_a_whole_student():

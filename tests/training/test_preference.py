@@ -223,6 +223,19 @@ def test_adapters_that_begin_with_an_effect_need_a_reference_by_name(tmp_path):
     assert PreferenceTuner(fresh).reference == "adapters_off"
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_base_weights_that_are_trained_need_another_reference(bias):
+    """Disabled adapters leave trained biases of the base as they are, and the reference would move with them."""
+    config = {**CONFIG, "attention_bias": True}
+    lora = {"r": 4, "target_modules": ["q_proj"], "bias": bias}
+    with pytest.raises(OptionError, match=r"would change with .*q_proj.*bias.*'stored'"):
+        PreferenceTuner(config, init="random", lora=lora).configure_model()
+    PreferenceTuner(config, init="random", lora=lora, reference="stored").configure_model()
+    PreferenceTuner(config, init="random", lora=lora, loss="orpo").configure_model()
+    # A model without biases trains none.
+    PreferenceTuner(CONFIG, init="random", lora=lora).configure_model()
+
+
 def test_log_probabilities_are_predicted():
     tuner, documents = make_tuner(PreferenceTuner), pairs()
     with packed(tuner):
@@ -247,6 +260,9 @@ def test_predictions_of_labelled_rows_are_of_no_other_completions(tmp_path):
     [
         ({"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
         ({"loss": "robust"}, "label_smoothing"),
+        ({"gamma": 1.0}, "gamma=1.0 has no effect: only loss='simpo'"),
+        ({"loss": "simpo", "desirable_weight": 2.0}, "desirable_weight=2.0 has no effect: only loss='kto'"),
+        ({"undesirable_weight": 0.0}, "undesirable_weight=0.0 has no effect"),
         ({"lora": None}, "stored"),
         ({"lora": None, "reference": "adapters_off"}, "adapters"),
         ({"lora": {**LORA, "init_lora_weights": "pissa"}}, "'pissa' would be the base without"),

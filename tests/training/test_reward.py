@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fastft.core.errors import DataError, UnsupportedModelError
+from lightning_fastft.core.errors import DataError, OptionError, UnsupportedModelError
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.reward import RewardTuner
@@ -122,3 +122,12 @@ def test_other_tuners_name_the_class_of_a_classifier(tmp_path):
     data = quiet_data(rows, max_tokens=16)
     with pytest.raises(UnsupportedModelError, match=r"Qwen3ForSequenceClassification.*AutoModelForCausalLM"):
         quiet_trainer(tmp_path, strategy="fastft").fit(PolicyTuner(classifier()), data)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"loss": "scalar", "center_weight": 0.1}, "center_weight"), ({"loss": "stepwise", "read": "mean"}, "read")],
+)
+def test_options_that_a_loss_does_not_read_are_refused(options, name):
+    with pytest.raises(OptionError, match=f"{name}=.* has no effect"):
+        make_tuner(RewardTuner, **options)

@@ -25,8 +25,8 @@ CONFIG = tiny_qwen3(vocab=len(CHARACTERS) + 2, inner=64, head_width=8, positions
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 
 
-def character_tokenizer():
-    vocabulary = {character: number for number, character in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+def character_tokenizer(characters=CHARACTERS):
+    vocabulary = {character: number for number, character in enumerate(["<pad>", "<eos>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
@@ -38,8 +38,8 @@ def is_right(*, prompts, completions, answer):
 
 def make_parts(*, config=CONFIG, learning_rate=3e-3, tuner_options=None, **options):
     tuner = PolicyTuner(
-        config, dtype="float32", tokenizer=character_tokenizer(), learning_rate=learning_rate,
-        scheduler="constant", warmup_steps=0, **{"init": "random", **(tuner_options or {})},
+        config, dtype="float32", learning_rate=learning_rate, scheduler="constant", warmup_steps=0,
+        **{"init": "random", "tokenizer": character_tokenizer(), **(tuner_options or {})},
     )  # fmt: skip
     values = {
         "rewards": is_right, "num_completions": 8, "prompts_per_round": 8, "max_new_tokens": 1, "max_tokens": 512,
@@ -263,6 +263,8 @@ def test_a_rollout_holds_prompt_completions_and_scores():
         ({"prompts_per_round": 17}, OptionError, "prompts_per_round"),
         ({"temperature": 0.7}, OptionError, r"temperature=0\.7, and the PolicyTuner .* temperature=1\.0"),
         ({"num_completions": 1}, OptionError, "num_completions"),
+        ({"rewards": lambda completions, **_: ["good"] * len(completions)}, DataError, "list of numbers"),
+        ({"tuner_options": {"sampler_clip": 2.0}}, OptionError, "sample_with_model returned none"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, options, error, message):
@@ -314,6 +316,57 @@ def test_an_epoch_that_a_hook_ends_inside_a_window_is_followed_by_whole_windows(
         items == other_items == (count + other_count) / 2
         for (items, count), (other_items, other_count) in zip(seen[::2], seen[1::2])
     )
+
+
+def note_prompts(seen):
+    """A sampler that keeps the prompts of each call as texts, and answers all alike."""
+
+    def sampler(tuner, prompts, *, num_completions, **_):
+        seen.append([tuner.tokenizer.decode(prompt).replace(" ", "") for prompt in prompts])
+        return [[Sampled([2])] * num_completions for _ in prompts]
+
+    return sampler
+
+
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].name }}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def test_tools_of_a_prompt_reach_the_template(tmp_path):
+    tuner, _ = make_parts()
+    tuner.tokenizer.chat_template, seen = TEMPLATE, []
+    rows = [{"prompt": [{"role": "user", "content": "12"}], "tools": [{"name": "7+"}]}]
+    data = RolloutDataModule(
+        rows, rewards=lambda completions, **_: range(len(completions)), sampler=note_prompts(seen), prompts_per_round=1
+    )
+    train(tmp_path, tuner, data, max_steps=1)
+    assert seen == [["7+12="]]
+
+
+def test_rewards_get_columns_that_the_first_row_of_a_round_lacks(tmp_path):
+    seen = []
+
+    def reward(*, completions, answer=(), hint=(), **_):
+        seen.append((set(answer), set(hint)))
+        return [0.0] * len(completions)
+
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "hint": "3"}]
+    data = RolloutDataModule(rows, rewards=reward, num_completions=2, prompts_per_round=1, max_new_tokens=1)
+    train(tmp_path, make_parts()[0], data, max_steps=2)
+    assert sorted(seen, key=str) == [({"2"}, {None}), ({None}, {"3"})]
+
+
+def test_a_second_run_samples_rounds_of_its_own(tmp_path):
+    """Rollouts that are left of a round, and prompts by another tokenizer, are not those of the second run."""
+    seen = []
+    tuner, data = make_parts(sampler=note_prompts(seen), max_tokens=48)
+    train(tmp_path, tuner, data, max_steps=3)
+    other, _ = make_parts(tuner_options={"tokenizer": character_tokenizer(CHARACTERS[::-1])})
+    train(tmp_path, other, data, max_steps=3)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
 
 
 def test_a_row_without_a_prompt_is_named(tmp_path):

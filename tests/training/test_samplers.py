@@ -15,6 +15,7 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 from lightning_fastft.training.samplers import VllmSampler
+from tests.support.packs import assert_close
 from tests.support.training_parts import quiet_trainer
 from tests.support.tuners import make_tuner
 from tests.training.test_rollouts import CONFIG, SUMS, character_tokenizer
@@ -182,6 +183,40 @@ def test_each_round_hands_over_the_present_adapters_and_leaves_no_files():
     assert first.keys() == second.keys()
     assert all(torch.allclose(second[name], first[name] + 1) for name in first)
     assert not any(Path(request.lora_path).exists() for request in LLM.latest.requests)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_that_changed_their_base_are_handed_over_for_the_original_one(init):
+    torch.manual_seed(0)
+    tuner = PolicyTuner(
+        CONFIG, init="random", dtype="float32", lora={"r": 4, "target_modules": ["q_proj"], "init_lora_weights": init}
+    )
+    tuner.configure_model()
+    layer = tuner.model.get_base_model().model.layers[0].self_attn.q_proj
+    initial = tuner.initial_adapters
+    name = next(name for name in initial.scales if "layers.0" in name)
+    taken = initial.scales[name] * (
+        initial.factors[f"{name}.lora_B.default.weight"] @ initial.factors[f"{name}.lora_A.default.weight"]
+    )
+    with torch.no_grad():
+        layer.lora_B["default"].weight.add_(0.5)
+    present = layer.get_base_layer().weight + layer.get_delta_weight("default")
+    sample(VllmSampler("base"), tuner)
+    (found,) = LLM.latest.adapters
+    place = "base_model.model.model.layers.0.self_attn.q_proj"
+    delta = layer.scaling["default"] * (found[f"{place}.lora_B.weight"] @ found[f"{place}.lora_A.weight"])
+    assert found[f"{place}.lora_A.weight"].shape[0] == 8
+    assert_close(layer.get_base_layer().weight + taken + delta, present, bound=1e-5)
+    with pytest.raises(OptionError, match="max_lora_rank=8"):
+        sample(VllmSampler("base", max_lora_rank=1), tuner)
+
+
+def test_adapters_beside_frozen_ones_are_refused(tmp_path):
+    make_tuner(PolicyTuner, lora=LORA).save_pretrained(str(tmp_path / "sft"))
+    sampler = VllmSampler("base")
+    with pytest.raises(OptionError, match="frozen_adapters"):
+        sample(sampler, make_tuner(PolicyTuner, lora=LORA, frozen_adapters=[str(tmp_path / "sft")]))
+    assert LLM.latest.requests == []
 
 
 def test_a_policy_trains_on_its_rollouts(tmp_path):

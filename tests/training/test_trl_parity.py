@@ -395,6 +395,36 @@ def test_the_policy_loss_is_trls(options, dtype):
     compare(found, theirs, tuner, dtype=dtype)
 
 
+@in_both_dtypes
+def test_the_gradient_of_rloo_is_trls(dtype):
+    """At the policy that sampled, where all ratios are 1: TRL's is that of the whole completion, ours of each token."""
+    from trl import RLOOTrainer
+
+    options = {"loss": "dr_grpo", "max_completion_tokens": 1, "advantage": "leave_one_out"}
+    documents = [document._replace(log_probs=None) for document in rollouts()]
+    tuner = make(PolicyTuner, dtype, **options)
+    _, ours, _ = step(tuner, documents)
+    tokens = completion_sums(tuner, documents)
+    reward_GC = torch.tensor([document.scores for document in documents]).to(dtype)
+    # As RLOOTrainer._generate_and_score_completions.
+    baseline_GC = (reward_GC.sum(1, keepdim=True) - reward_GC) / (reward_GC.shape[1] - 1)
+    inputs = {
+        "prompt_ids": torch.zeros(len(tokens), 0, dtype=torch.int64),
+        "prompt_mask": torch.zeros(len(tokens), 0, dtype=torch.int64),
+        "completion_ids": pad_right([[0] * len(row) for row in tokens]),
+        "completion_mask": pad_right([[1] * len(row) for row in tokens]),
+        "advantages": (reward_GC - baseline_GC).flatten(),
+        "old_logps": torch.stack([row.detach().sum() for row in tokens]),
+    }
+    padded = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    trainer = make_trainer(
+        tuner, epsilon_low=tuner.clip_low, epsilon_high=tuner.clip_high,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (padded, torch.zeros_like(padded), None),
+    )  # fmt: skip
+    RLOOTrainer._compute_loss(trainer, trainer.model, inputs).backward()
+    assert_close(ours, gradients(tuner), bound=WIDE_BOUND if dtype is torch.float64 else GRADIENT_BOUND)
+
+
 @pytest.mark.covering
 @in_both_dtypes
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -254,6 +254,26 @@ def test_a_run_goes_on_bit_for_bit_inside_an_epoch(tmp_path, kind):
         assert torch.equal(one, other), name
 
 
+def test_a_new_run_compares_with_the_model_that_it_begins_with(tmp_path):
+    """A second Trainer begins a run; the same one goes on with the run of before."""
+    data, tuner, found = make_data(digit_rows(20)), make(PreferenceTuner, reference="stored"), []
+    own_step = tuner.training_step
+
+    def step(batch, batch_idx):
+        loss = own_step(batch, batch_idx)
+        found.append(float(loss.detach()))
+        return loss
+
+    tuner.training_step = step
+    trainer = fit(tmp_path, tuner, data, max_steps=3)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(tuner, data)
+    fit(tmp_path, tuner, data, max_steps=1)
+    assert found[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert found[3] < found[0] - 1e-3
+    assert found[6] == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_other_data_than_that_of_the_stored_reference_is_refused(tmp_path):
     options = {"max_tokens": 64, "val_paths": digit_rows(20, seed=1)}
     length = {"max_epochs": 1, "max_steps": -1}
@@ -287,6 +307,12 @@ def test_other_data_than_that_of_the_stored_reference_is_refused(tmp_path):
 def test_rows_of_another_kind_are_refused(tmp_path, make_tuner, rows, message):
     with pytest.raises(DataError, match=message):
         fit(tmp_path, make_tuner(), make_data(rows), max_steps=1)
+
+
+def test_tests_on_pairs_name_the_command_that_compares_them(tmp_path):
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy())
+    with pytest.raises(DataError, match="by fastft validate"):
+        trainer.test(make(FineTuner), make_data(None, test_paths=digit_rows(8)))
 
 
 LONGROPE = {
@@ -360,6 +386,22 @@ def test_each_completion_is_followed_by_that_of_the_next_example(tmp_path):
         ]
         expected = [rows[place % 20]["completion"] for number in batch.numbers for place in (number, number + 1)]
         assert texts == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "more"),
+    [
+        ({"loss": "kto"}, [{"prompt": "1", "completion": "2" * 20, "label": label} for label in (True, False)], {}),
+        ({}, [{"prompt": "1" * 20, "chosen": "2", "rejected": "3"}] * 2, {"share_prompts": False}),
+    ],
+    ids=["kto", "repeated prompts"],
+)
+def test_a_row_that_fits_alone_only_is_answered_with_the_length_it_needs(tmp_path, options, rows, more):
+    run = {"tuner_class": PreferenceTuner, "lora": LORA, **options}
+    with pytest.raises(DataError, match=r"Raise max_tokens to \d+") as caught:
+        fit(tmp_path, make(**run), make_data(rows, max_tokens=32, too_long="truncate", **more), max_steps=1)
+    needed = int(re.search(r"to (\d+)", str(caught.value))[1])
+    fit(tmp_path, make(**run), make_data(rows, max_tokens=needed, **more), max_steps=1)
 
 
 LABELLED = digit_rows(8, kind="label")

@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from lightning_fastft.hf.loading.source import ModelSource
 
 ASSUMED_CHARACTERS = 4
-# Shipped configs for rows with completions.
-_CONFIGS = {"preference": "dpo_qwen3_8b", "labelled": "dpo_qwen3_8b", "scored": "reward_qwen3_8b"}
-# Options that a format needs in addition.
-_EXTRA = {"labelled": " --model.loss kto", "scored": " --model.loss scalar"}
+# The shipped config for each format of rows with completions, and the options that it needs in addition: before the
+# data, and behind it.
+_CONFIGS = {
+    "preference": ("dpo_qwen3_8b", "", ""),
+    "labelled": ("dpo_qwen3_8b", "", " --model.loss kto"),
+    "scored": ("reward_qwen3_8b", "", " --model.loss scalar --model.center_weight 0"),
+    "stepwise": ("reward_process_qwen3_8b", "", ""),
+    "rollouts": ("grpo_qwen3_0.6b", " --data PackedDataModule", ""),
+}
 _LONGEST = 2**31 - 1
 
 
@@ -69,11 +74,11 @@ def measure_lengths(data: str, *, source: ModelSource, reading: Mapping[str, Any
     )
     foreign = [name for name in dataset.report.rows_per_format if name in TUNERS]
     if foreign:
-        config = _CONFIGS.get(foreign[0], "grpo_qwen3_0.6b")
+        config, before, behind = _CONFIGS[foreign[0]]
         raise DataError(
             f"{data} has rows of format {foreign[0]}, for {TUNERS[foreign[0]]}, and fastft init writes configs of a "
-            f"FineTuner. Start from a shipped config: fastft fit --config {config} --model.model {source.name} "
-            f"--data.paths {data}{_EXTRA.get(foreign[0], '')}"
+            f"FineTuner. Start from a shipped config: fastft fit --config {config} --model.model {source.name}"
+            f"{before} --data.paths {data}{behind}"
         )
     if not dataset.report.num_labelled:
         raise DataError(f"{data} has no token to train on.")

@@ -24,8 +24,16 @@ _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 # Settings of a run that a card shows, in this order.
 _SHOWN = (
     *("quantization", "dtype", "adapter_dtype", "master_dtype", "learning_rate", "weight_decay", "scheduler"),
-    *("warmup_share", "warmup_steps", "min_learning_rate_share", "loss", "beta"),
+    *("warmup_share", "warmup_steps", "min_learning_rate_share", "teacher", "kind", "loss", "beta"),
+    *("label_smoothing", "gamma", "desirable_weight", "undesirable_weight", "sft_weight", "reference"),
+    *("advantage", "ratio", "clip_low", "clip_high", "max_completion_tokens", "kl_weight", "sampler_clip"),
+    *("temperature", "read", "center_weight"),
 )
+# Values with which a setting has no effect.
+_IDLE = {
+    **dict.fromkeys(("label_smoothing", "sft_weight", "kl_weight", "center_weight"), 0.0),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight", "temperature"), 1.0),
+}
 
 
 class Facts(NamedTuple):
@@ -122,6 +130,17 @@ def _describe_data(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             files = ", ".join(f"{_name_of(name)} ({rows:,} rows)" for name, rows in found["rows_per_source"].items())
             where = files or "held out of the training data"
             yield title, f"{where}: {found['examples']:,} examples, {found['tokens']:,} tokens"
+    rollouts = data.get("rollouts")
+    if rollouts:
+        share = rollouts["sampled_share"]
+        yield "prompts", f"{_name_of(rollouts['source'])}: {rollouts['prompts']:,} prompts"
+        yield (
+            "sampled completions",
+            (
+                f"{rollouts['num_completions']} per prompt of at most {rollouts['max_new_tokens']} tokens, temperature "
+                f"{rollouts['temperature']:g}{'' if share == 1 else f', for {share:g} of the prompts'}"
+            ),
+        )
 
 
 def _describe_settings(facts: Facts, run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -131,11 +150,22 @@ def _describe_settings(facts: Facts, run: Mapping[str, Any]) -> Iterator[tuple[s
         fields = ((name, value) for name, value in facts.lora.items() if value not in (None, [], {}))
         yield "LoRA", "; ".join(f"{name} {_join(value)}" for name, value in fields)
     for name in _SHOWN:
-        if settings.get(name) not in (None, "auto"):
-            yield name, str(settings[name])
+        value = settings.get(name)
+        if value in (None, "auto") or value == _IDLE.get(name) or _is_unread(name, settings):
+            continue
+        yield name, _name_of(value) if name in ("teacher", "reference") else str(value)
     if run:
-        yield "packs", f"{run['data'].get('max_tokens', 'unknown')} tokens, {run['packs_per_step']} per optimizer step"
+        length = run["data"].get("max_tokens")
+        packs = f"{run['packs_per_step']} per optimizer step"
+        yield "packs", packs if length is None else f"{length} tokens, {packs}"
         yield "length", f"{run['optimizer_steps']:,} optimizer steps, epoch {run['epochs']}"
+
+
+def _is_unread(name: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether another setting decides that this one has no effect."""
+    return (name == "beta" and settings.get("kind", "jsd") != "jsd") or (
+        name == "gamma" and settings.get("loss") != "simpo"
+    )
 
 
 def _join(value: Any) -> str:

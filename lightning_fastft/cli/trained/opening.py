@@ -235,8 +235,8 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     if {f"model.{HEAD}.weight", f"model.base_model.model.{HEAD}.weight"} & content["state_dict"].keys():
         raise OptionError(
             f"{path} holds a reward model, whose head this command does not read. In Python: "
-            f"RewardTuner.load_from_checkpoint({str(path)!r}).save_pretrained(FOLDER) writes a sequence "
-            "classifier."
+            f"RewardTuner.load_from_checkpoint({str(path)!r}).save_pretrained(FOLDER) writes a classifier. "
+            f"Its accuracy: fastft validate --config CONFIG --ckpt_path {path}"
         )
     return content
 

@@ -25,6 +25,7 @@ from lightning_fastft.packing.rows.rejects import (
     NOT_FINITE,
     PROMPT_TOO_LONG,
     SAME_COMPLETIONS,
+    SAME_COMPLETIONS_TRUNCATED,
     WRONG_TYPE,
     RowRejectedError,
 )
@@ -157,12 +158,13 @@ def join_completions(
 
 
 def cut_completions(
-    input_ids: np.ndarray, is_trained: np.ndarray, completions: Segments, *, max_tokens: int
+    input_ids: np.ndarray, is_trained: np.ndarray, completions: Segments, *, max_tokens: int, must_differ: bool
 ) -> tuple[np.ndarray, np.ndarray, Segments]:
     """Return an example that takes at most max_tokens in a pack: each completion gets an equal share of the room.
 
     Raises:
-        RowRejectedError: The prompt leaves no room, or a completion loses all of its trained tokens.
+        RowRejectedError: The prompt leaves no room, a completion loses all of its trained tokens, or both lose what
+            they differ in.
     """
     num_prompt, *lengths = completions.segment_lengths
     # A completion takes one token more than it has: a copy of the prompt's last token, whose own place is free.
@@ -178,6 +180,10 @@ def cut_completions(
         kept_T[start : start + min(length, share)] = True
         if not is_trained[start : start + min(length, share)].any():
             raise RowRejectedError(ALL_MASKED_TRUNCATED, f"completion {number + 1}, cut to {share} tokens")
+    if must_differ:
+        chosen, rejected = (input_ids[start : start + min(length, share)] for start, length in zip(start_C, lengths))
+        if np.array_equal(chosen, rejected):
+            raise RowRejectedError(SAME_COMPLETIONS_TRUNCATED, f"cut to {share} tokens")
     log_probs = completions.log_probs
     return (
         input_ids[kept_T],

@@ -153,6 +153,21 @@ class ChatRenderer:
             return self.controls.unquote(rendered)._replace(notes=tuple(notes))
         return rendered._replace(is_quoted=QUOTED_CONTROL in found, notes=tuple(notes))
 
+    def render_prompt(self, messages: Sequence[dict[str, Any]], *, tools: object = None) -> Rendered:
+        """Return the text of a conversation up to where the assistant begins its next turn; nothing is trained.
+
+        Raises:
+            RowRejectedError: The template raised an error, or drops a tool call.
+        """
+        turns, tool_list, found = self.controls.quote(messages, _check_tools(tools))
+        shaped = self._shapes.shape(turns)
+        self._check_calls(shaped, tools=tool_list)
+        text = self._apply(shaped, tools=tool_list, add_generation_prompt=True)
+        rendered = Rendered(text, (), is_chat=True, is_quoted=QUOTED_CONTROL in found)
+        if rendered.is_quoted and not self.controls.can_read_as_text(rendered):
+            return self.controls.unquote(rendered)
+        return rendered
+
     def _render(
         self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None
     ) -> Rendered:

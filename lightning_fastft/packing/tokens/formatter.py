@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing.images import decode_image, place_images, read_image
+from lightning_fastft.packing.images import decode_image, image_column, place_images, read_image
 from lightning_fastft.packing.rows.completion_rows import join_completions, read_completions, unlike
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.rows.messages import check_messages, read_conversation
@@ -29,6 +29,7 @@ from lightning_fastft.packing.tokens.token_ids import (
     TokenIdError,
     encode_ids,
     encode_rollout_ids,
+    find_prefix,
     highest_id,
     impossible_id,
 )
@@ -88,7 +89,7 @@ class Formatter:
         self._prefix_ids: list[int] = []
         self._eos_id: int | None = None
         if tokenizer is not None:
-            self._prefix_ids = _find_prefix(tokenizer)
+            self._prefix_ids = find_prefix(tokenizer)
             self._eos_id = tokenizer.eos_token_id if options.add_eos else None
             template = chat.read_template(tokenizer, options.chat_template)
             if template is None and images is not None:
@@ -141,6 +142,26 @@ class Formatter:
         encoded = iter(self._encode_rendered(rendered))
         return [_join(outcome, encoded) if isinstance(outcome, _RowTexts) else outcome for outcome in outcomes]
 
+    def encode_prompt(self, prompt: str | list[dict[str, Any]], *, tools: object = None) -> list[int]:
+        """Return the tokens of a text or of checked messages, up to where a completion begins.
+
+        Raises:
+            RowRejectedError: The prompt cannot be rendered.
+            TokenIdError: A token is outside of the embedding.
+        """
+        if isinstance(prompt, str):
+            _refuse_tools(tools)
+            rendered = Rendered(prompt, (), is_chat=True)
+        else:
+            _refuse_images(prompt)
+            rendered = self._find_chat().render_prompt(prompt, tools=tools)
+        (found,) = self._encode_rendered([rendered])
+        if isinstance(found, TokenIdError):
+            raise found
+        ids: list[int] = found.input_ids.tolist()
+        has_prefix = not isinstance(prompt, str) or ids[: len(self._prefix_ids)] == self._prefix_ids
+        return ids if has_prefix else self._prefix_ids + ids
+
     def _read(self, row: Mapping[str, Any], *, format: str, folder: str) -> Encoded | _RowTexts:
         """Return the tokens of a row of ids, and the texts of any other row."""
         if format == "input_ids":
@@ -148,7 +169,7 @@ class Formatter:
         if format not in TUNERS:
             text = self._expand(self._render(row, format=format), folder=folder)
             return _RowTexts([text], operator.itemgetter(0))
-        if _image_column(row):
+        if image_column(row):
             raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
         if "prompt_ids" in row and "completion_ids" in row:
             return encode_rollout_ids(row, vocab_size=self._vocab_size)
@@ -182,16 +203,14 @@ class Formatter:
         found = read_completions(row, format=format)
         tools = row.get("tools")
         if isinstance(found.prompt, str):
-            if tools:
-                raise RowRejectedError(WRONG_TYPE, "a prompt with tools must be a list of messages")
+            _refuse_tools(tools)
             prompt = found.prompt + ("" if found.is_implicit else self._options.separator)
             rendered = [self._render_pair(prompt, completion) for completion in found.completions]
         else:
             rendered = []
             for completion in found.completions:
                 turns = found.prompt + completion
-                if any(isinstance(message.get("content"), list) for message in turns):
-                    raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
+                _refuse_images(turns)
                 text, _ = self._render_chat(turns, num_context_turns=len(found.prompt), tools=tools, column=[])
                 rendered.append(text)
         return _RowTexts(rendered, partial(_join_completions, scores=found.scores, must_differ=format == "preference"))
@@ -208,7 +227,7 @@ class Formatter:
 
     def _render(self, row: Mapping[str, Any], *, format: str) -> tuple[Rendered, list[object]]:
         """Return the text of a row, and its images in the order of their placeholders."""
-        column = _image_column(row)
+        column = image_column(row)
         if format == "messages":
             return self._render_chat(check_messages(row["messages"]), tools=row.get("tools"), column=column)
         if format == "conversations":
@@ -218,8 +237,7 @@ class Formatter:
             return self._render_turns(row["prompt"], row["completion"], tools=row.get("tools"), column=column)
         if column:
             raise RowRejectedError(WRONG_TYPE, "a prompt with images must be a list of messages")
-        if row.get("tools"):
-            raise RowRejectedError(WRONG_TYPE, "a prompt with tools must be a list of messages")
+        _refuse_tools(row.get("tools"))
         return self._render_text(row, format=format), []
 
     def _render_text(self, row: Mapping[str, Any], *, format: str) -> Rendered:
@@ -263,12 +281,16 @@ class Formatter:
         tools: object = None,
         column: list[object],
     ) -> tuple[Rendered, list[object]]:
-        if self._chat is None:
-            raise DataError("Messages need a chat template, and the tokenizer has none. Give chat_template.")
+        renderer = self._find_chat()
         turns, images = place_images(messages, column)
         if images and self._images is None:
             raise RowRejectedError(IMAGE_UNSERVED, "image parts need a vision-language model with its processor")
-        return self._chat.render(turns, num_context_turns=num_context_turns, tools=tools), images
+        return renderer.render(turns, num_context_turns=num_context_turns, tools=tools), images
+
+    def _find_chat(self) -> chat.ChatRenderer:
+        if self._chat is None:
+            raise DataError("Messages need a chat template, and the tokenizer has none. Give chat_template.")
+        return self._chat
 
     def _encode_rendered(self, rendered: Sequence[Rendered]) -> list[Encoded | TokenIdError]:
         if not rendered:
@@ -333,11 +355,14 @@ class Formatter:
         return self._chat.special_ids if self._chat is not None else frozenset()
 
 
-def _image_column(row: Mapping[str, Any]) -> list[object]:
-    """Return the images of a row's columns, images before image."""
-    images = row.get("images")
-    several = list(images) if isinstance(images, (list, tuple)) else [] if images is None else [images]
-    return several + ([row["image"]] if row.get("image") is not None else [])
+def _refuse_tools(tools: object) -> None:
+    if tools:
+        raise RowRejectedError(WRONG_TYPE, "a prompt with tools must be a list of messages")
+
+
+def _refuse_images(messages: Sequence[Mapping[str, Any]]) -> None:
+    if any(isinstance(message.get("content"), list) for message in messages):
+        raise RowRejectedError(IMAGE_WITH_COMPLETIONS, "they are not supported yet")
 
 
 def _missing_tokenizer(format: str, *, file: str) -> DataError:
@@ -371,13 +396,3 @@ def _join_completions(parts: Sequence[Encoded], *, scores: tuple[float, ...], mu
     )
     notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
     return Encoded(ids, is_trained, notes, completions=completions)
-
-
-def _find_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that a tokenizer adds before a text, such as a beginning-of-sequence token."""
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
-    for begin in range(len(whole) - len(plain) + 1):
-        if whole[begin : begin + len(plain)] == plain:
-            return whole[:begin]
-    return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from lightning_fastft.packing.images import ImageFile
 from lightning_fastft.packing.rows.completion_rows import join_ids, read_rollout_ids
 from lightning_fastft.packing.rows.rejects import LABELS_DIFFER, LENGTHS_DIFFER, PADDED, WRONG_TYPE, RowRejectedError
 from lightning_fastft.packing.store.completion_store import Segments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -125,3 +128,13 @@ def _to_array(value: object, *, column: str, vocab_size: int | None) -> np.ndarr
         return np.asarray(value, dtype=np.int64)
     except OverflowError:
         raise impossible_id(max(value, key=abs), vocab_size=vocab_size, what=column) from None
+
+
+def find_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer adds before a text, such as a beginning-of-sequence token."""
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    for begin in range(len(whole) - len(plain) + 1):
+        if whole[begin : begin + len(plain)] == plain:
+            return whole[:begin]
+    return []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -165,7 +166,7 @@ def _collect(
                 raise outcome
             check_token_counts(num_tokens=len(outcome.input_ids), num_labelled=int(outcome.is_trained[1:].sum()))
             longest = max(longest, (_num_packed(outcome), line), key=lambda pair: pair[0])
-            kept.extend(_fit(outcome, options=options, counts=counts))
+            kept.extend(_fit(outcome, options=options, counts=counts, must_differ=chunk.format == "preference"))
         except RowRejectedError as error:
             rejected[place] = error
             continue
@@ -207,8 +208,10 @@ def _digest(example: Encoded) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> list[Encoded]:
-    """Return the example, or its beginning or its pieces by the too_long option."""
+def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str], must_differ: bool) -> list[Encoded]:
+    """Return the example, or its beginning or its pieces by the too_long option; its completions must differ if asked
+    for.
+    """
     most = options.max_tokens
     if _num_packed(example) <= most:
         return [example]
@@ -220,7 +223,7 @@ def _fit(example: Encoded, *, options: FormatOptions, counts: Counter[str]) -> l
         # The run stops once all rows are counted, so tokens are not kept.
         return []
     if example.completions is not None:
-        cut = cut_steps if example.completions.is_stepwise else cut_completions
+        cut = cut_steps if example.completions.is_stepwise else partial(cut_completions, must_differ=must_differ)
         ids, is_trained, completions = cut(example.input_ids, example.is_trained, example.completions, max_tokens=most)
         counts["num_truncated"] += 1
         return [Encoded(ids, is_trained, completions=completions)]

@@ -13,9 +13,11 @@ from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.rows.messages import check_messages
 from lightning_fastft.packing.rows.parsing import check_text, parse_row
 from lightning_fastft.packing.rows.rejects import MISSING_COLUMN, RowRejectedError
+from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
+from lightning_fastft.packing.tokens.token_ids import TokenIdError
 from lightning_fastft.training.samplers import Sampled
 
-PROMPT = "prompt"
+PROMPT, COMPLETION, TOOLS = "prompt", "completion", "tools"
 
 
 def make_rollout(prompt: Sequence[int], group: Sequence[Sampled], scores: Sequence[float]) -> Document:
@@ -62,14 +64,59 @@ def read_prompt(raw: Any, *, place: str) -> dict[str, Any]:
     return row
 
 
-def encode_prompt_ids(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Return the token ids of a prompt, at least one."""
-    from lightning_fastft.hf.generation import encode_prompt
+def encode_prompt_ids(formatter: Formatter, row: Mapping[str, Any], *, place: str) -> list[int]:
+    """Return the token ids of the prompt of a row, at least one.
 
-    ids = encode_prompt(tokenizer, prompt)
+    Raises:
+        DataError: The prompt has no token, or cannot be rendered.
+    """
+    try:
+        ids = formatter.encode_prompt(row[PROMPT], tools=row.get(TOOLS))
+    except (RowRejectedError, TokenIdError) as error:
+        raise DataError(f"{place}: {error}") from error
     if not ids:
-        raise DataError(f"The prompt {prompt!r:.80} has no token.")
+        raise DataError(f"{place}: the prompt {row[PROMPT]!r:.80} has no token.")
     return ids
+
+
+def encode_given(
+    formatter: Formatter,
+    rows: Sequence[Mapping[str, Any]],
+    places: Sequence[str],
+    *,
+    max_tokens: int,
+    sampled_share: float,
+) -> list[Document]:
+    """Return each row's own completion behind its prompt.
+
+    Raises:
+        DataError: A row has none, or one that cannot be trained or does not fit max_tokens.
+    """
+    for place, row in zip(places, rows):
+        if row.get(COMPLETION) is None:
+            raise DataError(
+                f"{place}: the row has no completion, and sampled_share={sampled_share} trains on those of rows: add "
+                "the column completion, or sample all of them with --data.sampled_share 1.0."
+            )
+    documents = []
+    shaped = [
+        {PROMPT: row[PROMPT], TOOLS: row.get(TOOLS), "completions": [row[COMPLETION]], "rewards": [0.0]} for row in rows
+    ]
+    for place, found in zip(places, formatter.encode(shaped, format="rollouts")):
+        if not isinstance(found, Encoded):
+            raise DataError(
+                f"{place}: {found}. With sampled_share={sampled_share} completion must be a text where prompt is a "
+                "text, and messages where prompt is messages."
+            ) from found
+        if len(found.input_ids) > max_tokens:
+            raise DataError(
+                f"{place}: prompt and completion have {len(found.input_ids)} tokens, and max_tokens is {max_tokens}."
+            )
+        assert found.completions is not None
+        labels = np.where(found.is_trained, found.input_ids, IGNORED_LABEL)
+        lengths, scores = found.completions.segment_lengths, found.completions.scores
+        documents.append(Document(found.input_ids, labels, segment_lengths=lengths, scores=scores))
+    return documents
 
 
 def to_plain(document: Document) -> dict[str, Any]:

@@ -43,24 +43,31 @@ def judge(
     groups: Sequence[Sequence[Sampled]],
     *,
     rewards: Sequence[Callable[..., Any]],
+    columns: Sequence[str],
     tokenizer: Any,
 ) -> list[list[float]]:
-    """Return the summed rewards of each group's completions; 0 without reward functions.
+    """Return the summed rewards of each group's completions; 0 without reward functions. Rows without one of the
+    columns have None in it.
 
     Raises:
-        DataError: A reward function returned another count, or numbers that are not finite.
+        DataError: A reward function returned another count, or values that are no finite numbers.
     """
     if not rewards:
         return [[0.0] * len(group) for group in groups]
     texts = [tokenizer.decode(sampled.input_ids, skip_special_tokens=True) for group in groups for sampled in group]
     repeated = [row for row, group in zip(rows, groups) for _ in group]
-    columns = {name: [row.get(name) for row in repeated] for name in repeated[0] if name != PROMPT}
+    lists = {name: [row.get(name) for row in repeated] for name in columns}
     total = np.zeros(len(texts))
     for reward in rewards:
-        values = np.asarray(
-            reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **columns), dtype=np.float64
-        )
+        found = reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **lists)
         name = getattr(reward, "__name__", type(reward).__name__)
+        try:
+            values = np.asarray(found, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"The reward {name} must return a list of numbers, one for each completion. What it returned cannot "
+                f"be read as numbers: {error}"
+            ) from error
         if values.shape != total.shape or not np.isfinite(values).all():
             raise DataError(
                 f"The reward {name} returned an array of shape {values.shape} for {len(texts)} completions, or a "

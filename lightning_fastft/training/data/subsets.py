@@ -59,10 +59,12 @@ def check_formats(
     if foreign and not takes_completions and format == "auto":
         # Rows of the other formats have no column completion.
         plain = "format='prompt_completion', or " if {"labelled", "scored"}.issuperset(foreign) else ""
+        # fastft eval tests a FineTuner, whatever class has trained the model.
+        compared = " A run of that class is compared on them by fastft validate." if split == "test" else ""
         raise DataError(
-            f"The {split} data {source} has rows of format {foreign[0]}, whose completions {name} would all train "
+            f"The {split} data {source} has rows of format {foreign[0]}, whose completions {name} would all read "
             f"alike. Use {TUNERS[foreign[0]]}; or give {plain}format={foreign[0]!r} for a module of your own that "
-            "reads batch.context.completions."
+            f"reads batch.context.completions.{compared}"
         )
 
 
@@ -85,17 +87,20 @@ def choose_held_out(num_documents: int, *, share: float, seed: int) -> np.ndarra
 
 
 def check_lengths(split: str, subset: DocumentSubset, *, max_tokens: int) -> None:
-    """Check that each document fits into a pack.
+    """Check that each document fits into a pack. Rows are cut by their own tokens, with the prompt once.
 
     Raises:
         DataError: One does not.
     """
     longest = int(subset.length_N.max(initial=0))
     if longest > max_tokens:
-        prompts = "its prompt once" if subset.shares_prompts else "its prompt for each completion"
+        takes = "its prompt once" if subset.shares_prompts else "its prompt for each completion"
+        if subset.adds_mismatched:
+            takes += ", and the completion of the next example"
         raise DataError(
-            f"An example of the {split} data takes {longest} tokens in a pack ({prompts}), and max_tokens is "
-            f"{max_tokens}. Raise max_tokens, or set too_long='truncate'."
+            f"An example of the {split} data takes {longest} tokens in a pack ({takes}), and max_tokens is "
+            f"{max_tokens}. Raise max_tokens to {longest}, or shorten the longest rows: too_long='truncate' cuts a row "
+            "by its own tokens, with its prompt once."
         )
 
 

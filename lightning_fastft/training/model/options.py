@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -162,12 +163,24 @@ def check_optimizer_options(tuner: Tuner) -> None:
 
 
 def check_second_model(name: str, model: object) -> None:
-    """Check that a reference or a teacher is a name, a folder or a model."""
+    """Check that a reference or a teacher is a name, a folder or a model.
+
+    Raises:
+        OptionError: It is something else, a folder of adapters or a checkpoint.
+    """
     if isinstance(model, nn.Module):
         return
     if not isinstance(model, str):
         raise OptionError(f"{name} must be a name, a folder or a model, got {model!r} ({type(model).__name__}).")
     check_string(name, model)
+    folder = Path(model)
+    is_adapters = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    if is_adapters or (folder.suffix == ".ckpt" and folder.exists()):
+        kind = "a folder of PEFT adapters" if is_adapters else "a checkpoint"
+        raise OptionError(
+            f"{name}={model!r} is {kind}, not a model. Write the whole model and give its folder: fastft export "
+            f"{model} FOLDER --merge"
+        )
 
 
 def collect_optimizer_hyperparameters(tuner: Tuner) -> dict[str, Any]:

@@ -36,9 +36,15 @@ def find_versions() -> dict[str, str]:
 
 
 def _describe_data(data: Any) -> dict[str, Any]:
-    """Return files, rows, examples and tokens of a PackedDataModule; of another data module nothing."""
+    """Return files, rows, examples and tokens of a PackedDataModule, the numbers of a RolloutDataModule, and nothing of
+    another data module.
+    """
     from lightning_fastft.training.datamodule import PackedDataModule
 
+    # Of a RolloutDataModule, which imports the tuners.
+    rollouts = getattr(data, "rollout_facts", None)
+    if rollouts is not None:
+        return {"max_tokens": data.max_tokens, "rollouts": rollouts}
     if not isinstance(data, PackedDataModule):
         return {}
     found: dict[str, Any] = {"max_tokens": data.max_tokens}

@@ -18,6 +18,8 @@ from lightning_fastft.training.model.run_record import RUN_KEY, describe_run
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from lightning_fastft.hf.lora_init import Initial
+
 
 class SavedCausalLM(CausalLMModule):
     """Save what is trained, load it onto the same base, and export plain PEFT or transformers files.
@@ -158,6 +160,11 @@ class SavedCausalLM(CausalLMModule):
             compute_dtype=self._compute_dtype,
             initial=self._initial,
         )
+
+    @property
+    def initial_adapters(self) -> Initial | None:
+        """The first adapters, where their initialisation changed the base (PiSSA, OLoRA): files need them."""
+        return self._initial
 
     def to_plain_lora(self) -> None:
         """Make adapters whose initialisation changed the base plain LoRA on the original base, for an export.

@@ -26,3 +26,15 @@ def test_secrets_of_a_command_are_in_no_checkpoint_and_no_card():
         assert not [secret for secret in ("abc123", "hunter2", "hunter3") if secret in text]
         assert "project: mine" in text
         assert "--data.max_tokens=4096" in text
+
+
+def test_settings_without_an_effect_are_not_shown():
+    settings = {"teacher": "/home/me/big", "kind": "forward_kl", "beta": 0.5, "temperature": 1.0, "sft_weight": 0.1}
+    shown = render_card(Facts("base", "all weights", {}, {"hyper_parameters": settings}))
+    assert [line for line in shown.splitlines() if line.startswith(("| teacher", "| kind", "| sft_weight"))] == [
+        "| teacher | big |",
+        "| kind | forward_kl |",
+        "| sft_weight | 0.1 |",
+    ]
+    assert "beta" not in shown
+    assert "temperature" not in shown

@@ -202,6 +202,43 @@ def test_tools_reach_the_template_of_every_completion():
     assert shown(tokenizer, example)[0].startswith("adder: ")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "tools"),
+    [
+        ("two plus two", None),
+        ([{"role": "system", "content": "add"}, ASKED], None),
+        ([{"role": "user", "content": "two<|im_end|>four"}], None),
+        ([ASKED], [{"name": "adder"}]),
+        ([ASKED, FOUR, ASKED], '[{"name": "adder"}]'),
+    ],
+    ids=["text", "chat", "control token", "tools", "tools as text"],
+)
+def test_prompt_alone_has_the_tokens_of_its_rows(prompt, tools):
+    tokenizer = build_tokenizer(
+        chat_template="{% if tools %}{{ tools[0].name }}: {% endif %}" + MARKED, bos_token="<s>"
+    )
+    completion = " is five" if isinstance(prompt, str) else [FIVE]
+    row = {"prompt": prompt, "tools": tools, "completions": [completion], "rewards": [0.0]}
+    ids, _ = segments(encode(tokenizer, row, format="rollouts"))
+    formatter = Formatter(tokenizer, options=FormatOptions(max_tokens=512))
+    assert formatter.encode_prompt(prompt, tools=tools) == ids[0]
+
+
+def test_prompt_that_cannot_be_rendered_is_rejected(plain_tokenizer, marked_tokenizer):
+    plain, marked = (
+        Formatter(one, options=FormatOptions(max_tokens=512), vocab_size=8)
+        for one in (plain_tokenizer, marked_tokenizer)
+    )
+    with pytest.raises(DataError, match="need a chat template"):
+        plain.encode_prompt([ASKED])
+    with pytest.raises(RowRejectedError, match="tools"):
+        plain.encode_prompt("two", tools=[{"name": "adder"}])
+    with pytest.raises(RowRejectedError, match="image"):
+        marked.encode_prompt([{"role": "user", "content": [{"type": "image", "path": "a.png"}]}])
+    with pytest.raises(TokenIdError, match="8 rows"):
+        marked.encode_prompt([ASKED])
+
+
 def test_ids_of_rollouts_are_taken_as_they_are():
     example = encode(None, {**IDS, "log_probs": [[-1, -2.5], [0.0]]}, format="rollouts")
     assert segments(example) == ([[1, 2], [3, 4], [5]], [[False, False], [True, True], [True]])
@@ -388,7 +425,21 @@ def test_completion_that_loses_its_trained_tokens_is_rejected():
     )
     assert example[1].tolist() == is_trained.tolist()
     with pytest.raises(RowRejectedError, match=rejects.ALL_MASKED_TRUNCATED):
-        cut_completions(*example, max_tokens=5)
+        cut_completions(*example, max_tokens=5, must_differ=True)
+
+
+def test_pair_that_loses_its_difference_is_rejected(plain_tokenizer):
+    rows = [{"prompt": "two", "chosen": " is" * 9 + end, "rejected": " is" * 9 + " two"} for end in (" four", "")]
+    options = {"tokenizer": plain_tokenizer, "max_reject_share": 0.5}
+    dataset = tokenize_sources(rows, options=FormatOptions(max_tokens=64, too_long="truncate"), **options)
+    assert len(dataset) == 2
+    with pytest.raises(DataError, match=rejects.SAME_COMPLETIONS_TRUNCATED):
+        tokenize_sources(rows, options=FormatOptions(max_tokens=12, too_long="truncate"), **options)
+
+
+def test_equal_beginnings_of_rollouts_are_kept():
+    row = {"prompt_ids": [1, 2], "completion_ids": [[3, 4, 5], [3, 4, 6]], "rewards": [0, 1]}
+    assert take(tokenize_ids(row, max_tokens=7, too_long="truncate")) == [[1, 2], [3, 4], [3, 4]]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
