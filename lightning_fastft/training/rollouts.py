@@ -23,13 +23,8 @@ from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
-<<<<<<< HEAD
-from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
-from lightning_fastft.training.data.options import check_source, show_loaders
-=======
 from lightning_fastft.packing.tokens.formatter import Formatter
-from lightning_fastft.training.data.options import check_source
->>>>>>> a
+from lightning_fastft.training.data.options import check_source, show_loaders
 from lightning_fastft.training.data.rollouts import (
     PROMPT,
     encode_given,
