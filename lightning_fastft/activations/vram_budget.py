@@ -23,7 +23,7 @@ from lightning_fastft.planner.step import EndBytes, Machine, SegmentCost, Segmen
 # Memory that a transformers layer with PEFT saves for its backward, per output byte of its linear layers: 2.7 measured
 # for an 8B model.
 _SAVED_PER_OUTPUT = 3
-# A layer that saves less has the figure in this attribute.
+# Layers that save less have their own number in this attribute.
 SAVED_ATTRIBUTE = "_fastft_saved_per_output"
 # Hidden states between linear layers: norms, residuals, their copies.
 _HIDDEN_PER_LAYER = 4
@@ -71,7 +71,7 @@ class BudgetWatch:
 
 
 class HeadSizes(NamedTuple):
-    """What the memory of a step needs to know about the model outside of its decoder layers.
+    """Sizes of a model outside of its decoder layers, from which the memory of a step is predicted.
 
     Args:
         vocab_size: Columns of the logits; 0 if unknown.

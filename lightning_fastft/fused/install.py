@@ -41,8 +41,9 @@ from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.moe.fp8_experts import held_memory
 
 STATUS_NAME = "fused layers"
-# Memory that a fused layer saves for its backward, per output byte of its linear layers. Saved and temporary memory
-# together are at most 2.5 times these bytes: 1.3 to 2.0 for models from 0.6B to 32B, 2.5 for 0.6B in tiles.
+# Bound of the memory that a fused layer saves for its backward, per output byte of its linear layers. With temporary
+# memory, another 1.0, dense layers take 1.3 to 2.0 (0.6B to 14B), and up to 2.4 with feed-forward blocks in tiles
+# (metered without a GPU: tests/estimate/test_costs.py).
 _SAVED_PER_OUTPUT = 1.5
 
 WEIGHT_BUFFERS_NAME = "weights next to adapters"

@@ -128,12 +128,14 @@ def _scales(model: nn.Module, adapter: str) -> dict[str, float]:
 def check_for_vllm(model: PeftModel, *, is_doubled: bool = False) -> int:
     """Raise on adapters that vLLM would reject or partly ignore; return the rank to serve them with.
 
-    is_doubled: the adapters will be written as plain LoRA of twice their rank (PiSSA, OLoRA).
-
     vLLM reads ``r``, ``lora_alpha``, ``use_rslora`` and the tensors ``...lora_A.weight`` and ``...lora_B.weight`` of
     linear layers, with one rank and one scale for all. It rejects DoRA and ``modules_to_save``, ignores unknown fields
     of the configuration (including rank_pattern, alpha_pattern and target_parameters), and does not support biases of
     adapters. PEFT's adapters of expert stacks (``target_parameters``) have transposed axes.
+
+    Args:
+        model: The model with its adapters.
+        is_doubled: Whether the adapters are written as plain LoRA of twice their rank (PiSSA, OLoRA).
 
     Raises:
         UnsupportedModelError: vLLM would not read a part; the message names it.

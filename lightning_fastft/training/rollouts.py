@@ -24,7 +24,8 @@ from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.packing.tokens.formatter import Formatter
-from lightning_fastft.training.data.options import check_source, show_loaders
+from lightning_fastft.training.data.describe import show_loaders
+from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.rollouts import (
     PROMPT,
     encode_given,

@@ -1,4 +1,4 @@
-"""The options of a DataModule: which values are allowed, their defaults on this machine; and its text."""
+"""The options of a DataModule: which values are allowed, and their defaults on this machine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_fastft.core.checks import check_float, check_path
 from lightning_fastft.core.cores import count_usable_cores
-from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.reading.sources import is_mixture
 from lightning_fastft.packing.reading.streams import is_stream
-from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 
 MAX_PROCESSES = 8
 # More than any machine has cores: a larger number is a slip.
@@ -67,19 +63,3 @@ def find_cache_dir() -> str:
 def count_processes() -> int:
     """Return one process per usable core, 8 at most."""
     return min(MAX_PROCESSES, count_usable_cores())
-
-
-def show_loaders(data: LightningDataModule) -> str:
-    """Return the packs of each loader of this rank, without reading them, which Lightning's own text would do."""
-    lines = []
-    for name, split in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
-        try:
-            loader = getattr(data, f"{split}_dataloader")()
-        except (FastFTError, MisconfigurationException):
-            loader = None
-        if not isinstance(loader, PackedLoader):
-            size = "None"
-        else:
-            size = "endless" if len(loader) == ENDLESS else f"{len(loader)} packs"
-        lines.append(f"{{{name} dataloader: {size}}}")
-    return "\n".join(lines)

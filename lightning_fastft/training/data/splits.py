@@ -29,6 +29,7 @@ from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
 from lightning_fastft.packing.store.report import render_counts
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream
+from lightning_fastft.training.data.describe import show_loaders
 from lightning_fastft.training.data.images import find_image_encoder, make_document_images
 from lightning_fastft.training.data.mixtures import MixedSource, mix_sources
 from lightning_fastft.training.data.options import (
@@ -37,7 +38,6 @@ from lightning_fastft.training.data.options import (
     check_source,
     count_processes,
     find_cache_dir,
-    show_loaders,
 )
 from lightning_fastft.training.data.subsets import (
     can_share_prompts,
