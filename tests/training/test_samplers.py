@@ -189,7 +189,7 @@ def test_each_round_hands_over_the_present_adapters_and_leaves_no_files():
 def test_adapters_that_changed_their_base_are_handed_over_for_the_original_one(init):
     torch.manual_seed(0)
     tuner = PolicyTuner(
-        CONFIG, init="random", dtype="float32", lora={"r": 4, "target_modules": ["q_proj"], "init_lora_weights": init}
+        CONFIG, init="random", dtype="float32", lora={"r": 8, "target_modules": ["q_proj"], "init_lora_weights": init}
     )
     tuner.configure_model()
     layer = tuner.model.get_base_model().model.layers[0].self_attn.q_proj
@@ -205,10 +205,10 @@ def test_adapters_that_changed_their_base_are_handed_over_for_the_original_one(i
     (found,) = LLM.latest.adapters
     place = "base_model.model.model.layers.0.self_attn.q_proj"
     delta = layer.scaling["default"] * (found[f"{place}.lora_B.weight"] @ found[f"{place}.lora_A.weight"])
-    assert found[f"{place}.lora_A.weight"].shape[0] == 8
+    assert found[f"{place}.lora_A.weight"].shape[0] == 16
     assert_close(layer.get_base_layer().weight + taken + delta, present, bound=1e-5)
-    with pytest.raises(OptionError, match="max_lora_rank=8"):
-        sample(VllmSampler("base", max_lora_rank=1), tuner)
+    with pytest.raises(OptionError, match="max_lora_rank=16"):
+        sample(VllmSampler("base", max_lora_rank=8), tuner)
 
 
 def test_adapters_beside_frozen_ones_are_refused(tmp_path):
