@@ -21,10 +21,12 @@ from benchmarks.ruler.model_configs import (
     GEMMA4_E4B,
     LLAMA_1B,
     LLAMA_8B,
+    LLAMA_8B_8L,
     LLAMA_70B,
     QWEN3_06B,
     QWEN3_8B,
     QWEN3_14B,
+    QWEN3_14B_10L,
     QWEN3_32B,
     QWEN35_9B,
     QWEN35_35B_12L,
@@ -183,6 +185,13 @@ def _llama_8b() -> list[Workload]:
     ]
 
 
+def _one_document(name: str, model_type: str, config: dict[str, Any], num_tokens: int, **others: Any) -> Workload:
+    """Packs of one document on a model of its own."""
+    return Workload(
+        name, model_type, config, max_tokens=num_tokens, num_packs=12, document_lengths=(num_tokens,), **others
+    )
+
+
 def _tiny(
     name: str, model_type: str, config: dict[str, Any], quantization: str | None = None, **others: Any
 ) -> Workload:
@@ -203,6 +212,8 @@ WORKLOADS = {
         Workload("qwen3-0.6b-full", "qwen3", QWEN3_06B, None, weights_of="qwen3-0.6b-lora", is_full=True),
         Workload("llama-3.2-1b-lora", "llama", LLAMA_1B, None),
         *_llama_8b(),
+        _one_document("llama-3.1-8b-8l-lora-256k-one-document", "llama", LLAMA_8B_8L, 262_144, quantization=None),
+        _one_document("qwen3-14b-10l-qlora-128k-one-document", "qwen3", QWEN3_14B_10L, 131_072, quantization="nf4"),
         Workload("llama-3.3-70b-qlora", "llama", LLAMA_70B, "nf4"),
         Workload("llama-3.3-70b-lora", "llama", LLAMA_70B, None),
         *_with_routings("qwen3-30b-a3b-12l-lora", "qwen3_moe", qwen3_moe(layers=12)),
