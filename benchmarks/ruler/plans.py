@@ -68,9 +68,10 @@ def parse_mode(mode: str) -> Mode:
     +stream or +resident, +ragged and +tilesN.
 
     "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for
-    the host, "fp8" with products in fp8 (rows of their own: what they compute is an approximation, which
-    the judge allows for), "stream" keeps frozen weights on the host, "resident" keeps those that FSDP2 shards gathered,
-    "tilesN" runs feed-forward blocks in N tiles, "ragged" trains packs of many lengths after the first. "shipped" is what the shipped configs ask for.
+    the host, "fp8" with products in fp8 (rows of their own: what they compute is an approximation, which the judge
+    allows for), "stream" keeps frozen weights on the host, "resident" keeps those that FSDP2 shards gathered, "tilesN"
+    runs feed-forward blocks in N tiles (without it "auto" adds tiles where nothing else fits), "ragged" trains packs of
+    many lengths after the first. "shipped" is what the shipped configs ask for.
 
     Raises:
         ValueError: There is no such mode.
@@ -89,7 +90,7 @@ def parse_mode(mode: str) -> Mode:
             "A mode is NAME[=VRAM_GIB][:HOST_GIB][+liger][+fused][+graphs[=auto]][+fp8][+stream][+ragged][+tilesN], or "
             f"+resident in place of +stream, with {', '.join(POLICIES)}; got {mode!r}."
         )
-    options = {**POLICIES[name], "mlp_tiles": max(tiles, default=1)}
+    options = {**POLICIES[name], "mlp_tiles": max(tiles, default="auto")}
     for weights in {"stream", "resident"} & {*added}:
         options["weights"] = weights
     if options["policy"] in ("offload", "auto") or "stream" in added:

@@ -151,6 +151,7 @@ def test_modes_name_policies_and_budgets(mode, policy, vram_gib, host_gib, buffe
     assert options.host_budget_bytes == (None if host_gib is None else int(host_gib * 2**30))
     assert options.weights == next((name for name in ("stream", "resident") if name in mode), "auto")
     assert checkpointing.mlp_tiles == (4 if "tiles4" in mode else 1)
+    assert checkpointing.options.may_tile == (checkpointing.policy == "auto" and "tiles" not in mode)
 
 
 @pytest.mark.parametrize("mode", ["offloads", "keep+fast", "keep+tiles", "recompute+stream+resident", "stream", ""])
