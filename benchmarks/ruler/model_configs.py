@@ -25,7 +25,7 @@ def qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, ti
 
 
 QWEN3_14B = qwen3(hidden=5120, inner=17_408, layers=40, heads=40, kv_heads=8, tied=False)
-# A quarter of the layers, for packs whose step takes minutes with all of them.
+# Some of the layers, for packs whose step takes minutes with all of them.
 QWEN3_14B_10L = {**QWEN3_14B, "num_hidden_layers": 10}
 QWEN3_8B = qwen3(hidden=4096, inner=12_288, layers=36, heads=32, kv_heads=8, tied=False)
 QWEN3_32B = qwen3(hidden=5120, inner=25_600, layers=64, heads=64, kv_heads=8, tied=False)
@@ -63,7 +63,7 @@ LLAMA_8B = {
         "original_max_position_embeddings": 8192,
     },
 }
-LLAMA_8B_8L = {**LLAMA_8B, "num_hidden_layers": 8}
+LLAMA_8B_6L = {**LLAMA_8B, "num_hidden_layers": 6}
 LLAMA_70B = {
     **LLAMA_8B,
     "hidden_size": 8192,
