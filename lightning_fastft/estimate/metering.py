@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_fastft.activations.probe import Meter as DeviceMeter
 from lightning_fastft.estimate.machines import Gpu
+from lightning_fastft.kernels.attention.cudnn_backend import backward_bytes
 from lightning_fastft.kernels.attention.op import CUDNN_HEAD_WIDTH, CUDNN_MIN_DOCUMENT_LENGTH
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
@@ -198,8 +199,12 @@ class Meter(TorchDispatchMode):
         self.kernels.append(
             Kernel(0.0, flops * _DENSE_TFLOPS / (tflops * (_NARROW_HEAD_SHARE if width <= 64 else 1.0)))
         )
+        if not is_backward:
+            return 0
+        if has_cudnn:
+            return backward_bytes(query.numel(), num_kv_heads=args[2].shape[1])
         num_documents = num_tokens / self._document_tokens
-        return int(4 * (num_tokens + _FLASH_ROWS * num_documents) * num_heads * width) if is_backward else 0
+        return int(4 * (num_tokens + _FLASH_ROWS * num_documents) * num_heads * width)
 
     def _charge(self, num_bytes: int, flops: float, *, share: float) -> None:
         self.kernels.append(Kernel(num_bytes / share, flops))

@@ -1,7 +1,5 @@
 import itertools
 import math
-import sys
-import types
 
 import pytest
 import torch
@@ -470,60 +468,6 @@ def test_the_flash_operators_have_the_arguments_that_are_passed(name):
     assert positional == expected.split()
     assert {"scale", "window_size_left", "window_size_right"} <= keyword
     assert len(schema.returns) == {"forward": 5, "backward": 3}[name]
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_cudnn_gets_bucketed_shapes_and_the_window(monkeypatch, window):
-    from lightning_fastft.kernels.attention import cudnn_backend
-
-    called = []
-
-    def sdpa_torch(q, k, v, **arguments):
-        called.append(arguments)
-        return q * 2, None
-
-    monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(sdpa_torch=sdpa_torch))
-    context = make_context([9, 1, 6, 2, 5])
-    q, k, v, _ = make_inputs(context)
-    for _ in range(2):
-        out = cudnn_backend.cudnn_attention(q, k, v, context=context, scale=SCALE, window=window)
-    assert torch.equal(out, q * 2)
-    assert called[0]["cu_seqlens_q"].tolist() == [0, 9, 10, 16, 18, 23, 23, 23, 23]
-    assert called[0]["cu_seqlens_q"].dtype == torch.int32
-    assert called[0]["cu_seqlens_kv"] is called[1]["cu_seqlens_q"]
-    assert (called[0]["max_seqlen_q"], called[0]["window_left"]) == (16, -1 if window is None else window)
-    assert called[0]["is_causal"]
-    assert called[0]["return_lse"]
-    assert context.num_builds == {"cudnn_varlen": 1}
-
-
-def test_cudnn_gets_contiguous_tensors_as_they_are_and_copies_of_others(monkeypatch):
-    from lightning_fastft.kernels.attention import cudnn_backend
-
-    given = []
-    monkeypatch.setitem(
-        sys.modules,
-        "cudnn",
-        types.SimpleNamespace(sdpa_torch=lambda *heads, **_: (given.extend(heads), (heads[0], None))[1]),
-    )
-    context = make_context([9, 1])
-    heads = [torch.randn(10, count, 16) for count in (4, 2, 2)]
-    cudnn_backend.cudnn_attention(*heads, context=context, scale=SCALE, window=None)
-    assert [each.data_ptr() for each in given] == [each.data_ptr() for each in heads]
-    outermost = [torch.randn(count, 10, 16).transpose(0, 1) for count in (4, 2, 2)]
-    between = torch.randn(10, 8, 16).split((4, 2, 2), dim=1)
-    for others in (outermost, between):
-        cudnn_backend.cudnn_attention(*others, context=context, scale=SCALE, window=None)
-        assert all(each.is_contiguous() for each in given[-3:])
-
-
-def test_cudnn_missing_says_what_to_install(monkeypatch):
-    from lightning_fastft.kernels.attention import cudnn_backend
-
-    monkeypatch.setitem(sys.modules, "cudnn", None)
-    context = make_context([4])
-    with pytest.raises(MissingDependencyError, match=r"lightning-fastft\[hopper\]"):
-        cudnn_backend.cudnn_attention(*make_inputs(context)[:3], context=context, scale=SCALE, window=None)
 
 
 def test_forcing_cudnn_where_only_the_package_is_missing_says_so():

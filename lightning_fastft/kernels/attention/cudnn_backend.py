@@ -10,14 +10,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_fastft.core.errors import MissingDependencyError
 from lightning_fastft.core.extras import pip_line
+from lightning_fastft.kernels.attention.flash import Remember, Tensors
 from lightning_fastft.kernels.sizes import next_power_of_2
 from lightning_fastft.packing.context import BatchContext
+
+# Workspace of the backward in bytes per query value: 7.52 GiB for 131,072 tokens, 40 query and 8 key heads of 128.
+_WORKSPACE_PER_VALUE = 12
+# The backward runs over groups of heads, one after the other, whose workspace is at most this. A group still has
+# thousands of tiles, so the GPU stays full.
+_GROUP_WORKSPACE_BYTES = 2 * 2**30
 
 
 @functools.cache
@@ -34,6 +41,7 @@ def cudnn_attention(
     context: BatchContext,
     scale: float,
     window: int | None,
+    remember: Remember | None = None,
 ) -> torch.Tensor:
     """Return attention within each document, shape (T, H, W), fp16 or bf16 on CUDA.
 
@@ -45,29 +53,125 @@ def cudnn_attention(
         MissingDependencyError: nvidia-cudnn-frontend is not installed.
 
     Cost:
-        Memory linear in T, and B x H x longest document in fp32 in the backward. Tensors whose memory order is not
-        token by token are copied. No host sync once a shape is known.
+        Memory linear in T, and B x H x longest document in fp32 in the backward, with a workspace of up to 2 GiB: more
+        than that is spent on one group of heads after the other. Tensors whose memory order is not token by token are
+        copied. No host sync once a shape is known.
 
     Source:
-        https://github.com/NVIDIA/cudnn-frontend, ``cudnn.sdpa_torch``; its window includes the query itself, like ours.
+        https://github.com/NVIDIA/cudnn-frontend, ``cudnn.sdpa_torch`` and ``torch.ops.cudnn.sdpa_bwd``; its window
+        includes the query itself, like ours.
     """
     start_B1, max_length = context.once("cudnn_varlen", context.device, lambda: _bucketed_offsets(context))
     is_windowed = window is not None and window < context.max_length
-    # cuDNN needs the log-sum-exp for a backward. With heads outermost in memory (phi3, glm4_moe) its gradients are
-    # wrong. With other heads between the heads of one token and the next, gradients of q and k are NaN at 32,768 tokens
-    # (both seen with 1.32).
-    out_THW, _ = _load_attention()(
-        *(x.contiguous() for x in (q_THW, k_TGW, v_TGW)),
-        scale=scale,
-        is_causal=True,
-        window_left=window if is_windowed else -1,
-        cu_seqlens_q=start_B1,
-        cu_seqlens_kv=start_B1,
-        max_seqlen_q=max_length,
-        max_seqlen_kv=max_length,
-        return_lse=True,
-    )
+    documents = _Documents(start_B1, context.document_T, context.position_T)
+    options = {
+        "is_causal": True,
+        "window_left": window if is_windowed else -1,
+        "max_seqlen_q": max_length,
+        "max_seqlen_kv": max_length,
+    }
+    # With heads outermost in memory (phi3, glm4_moe) the gradients of cuDNN are wrong. With other heads between the
+    # heads of one token and the next, gradients of q and k are NaN at 32,768 tokens (both seen with 1.32).
+    heads = (x.contiguous() for x in (q_THW, k_TGW, v_TGW))
+    out_THW: torch.Tensor = _CudnnAttention.apply(*heads, documents, scale, options, remember)
     return out_THW
+
+
+class _Documents(NamedTuple):
+    """Tensors of a pack.
+
+    Args:
+        start_B1: First row of each document, then T; shape (B + 1,), int32.
+        document_T: Number of the document of each token; shape (T,), int32.
+        position_T: Position of each token in its document; shape (T,), int64.
+    """
+
+    start_B1: torch.Tensor
+    document_T: torch.Tensor
+    position_T: torch.Tensor
+
+
+class _CudnnAttention(torch.autograd.Function):
+    """Attention of cuDNN. Saves q, k, v, the output and the log-sum-exp (fp32)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THW: torch.Tensor,
+        k_TGW: torch.Tensor,
+        v_TGW: torch.Tensor,
+        documents: _Documents,
+        scale: float,
+        options: dict[str, Any],
+        remember: Remember | None,
+    ) -> torch.Tensor:
+        def compute() -> Tensors:
+            offsets = {"cu_seqlens_q": documents.start_B1, "cu_seqlens_kv": documents.start_B1}
+            out_THW, lse_TH1 = _load_cudnn().forward(
+                q_THW, k_TGW, v_TGW, scale=scale, return_lse=True, **offsets, **options
+            )
+            return out_THW, lse_TH1[..., 0]
+
+        out_THW, lse_TH = compute() if remember is None else remember(compute)
+        ctx.save_for_backward(q_THW, k_TGW, v_TGW, out_THW, lse_TH, *documents)
+        ctx.scale, ctx.options = scale, options
+        return out_THW
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_THW, k_TGW, v_TGW, out_THW, lse_TH, *tensors = ctx.saved_tensors
+        documents, d_out_THW = _Documents(*tensors), grads[0]
+        lse_BHL = _pad_lse(lse_TH, documents, max_length=ctx.options["max_seqlen_q"])
+        backward = functools.partial(
+            _load_cudnn().backward,
+            attn_scale=ctx.scale,
+            cu_seqlens_q=documents.start_B1,
+            cu_seqlens_kv=documents.start_B1,
+            is_deterministic=torch.are_deterministic_algorithms_enabled(),
+            **ctx.options,
+        )
+        num_groups = count_head_groups(q_THW.numel(), num_kv_heads=k_TGW.shape[1])
+        by_query = (d_out_THW, q_THW, out_THW, lse_BHL)
+        if num_groups == 1:
+            d_out_THW, q_THW, out_THW, lse_BHL = (x.contiguous() for x in by_query)
+            return *backward(d_out_THW, q_THW, k_TGW, v_TGW, out_THW, lse_BHL), None, None, None, None
+        found = [torch.empty_like(x) for x in (q_THW, k_TGW, v_TGW)]
+        query_groups = zip(*(x.chunk(num_groups, dim=1) for x in by_query))
+        key_groups = zip(*(x.chunk(num_groups, dim=1) for x in (k_TGW, v_TGW)))
+        places = zip(*(x.chunk(num_groups, dim=1) for x in found))
+        for of_queries, of_keys, parts in zip(query_groups, key_groups, places):
+            d_out, q, out, lse = (x.contiguous() for x in of_queries)
+            k, v = (x.contiguous() for x in of_keys)
+            for part, gradient in zip(parts, backward(d_out, q, k, v, out, lse)):
+                part.copy_(gradient)
+        return *found, None, None, None, None
+
+
+def count_head_groups(num_query_values: int, *, num_kv_heads: int) -> int:
+    """Return in how many equal groups of heads the backward runs, so that the workspace of each stays in its bound.
+
+    Example:
+        >>> count_head_groups(131_072 * 40 * 128, num_kv_heads=8), count_head_groups(8192 * 40 * 128, num_kv_heads=8)
+        (4, 1)
+    """
+    least = _WORKSPACE_PER_VALUE * num_query_values / _GROUP_WORKSPACE_BYTES
+    return next(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n >= min(least, num_kv_heads))
+
+
+def backward_bytes(num_query_values: int, *, num_kv_heads: int) -> int:
+    """Return the temporary memory of the backward: its workspace, and copies of a group of heads in bf16."""
+    num_groups = count_head_groups(num_query_values, num_kv_heads=num_kv_heads)
+    # Copies of queries, output and its gradient, and the gradient of the queries.
+    copy_bytes = 0 if num_groups == 1 else 4 * 2
+    return (_WORKSPACE_PER_VALUE + copy_bytes) * num_query_values // num_groups
+
+
+def _pad_lse(lse_TH: torch.Tensor, documents: _Documents, *, max_length: int) -> torch.Tensor:
+    """Return the log-sum-exp as the backward takes it: document by document, rows of ``max_length`` tokens."""
+    num_documents = documents.start_B1.numel() - 1
+    lse_BHL = lse_TH.new_zeros(num_documents, lse_TH.shape[1], max_length)
+    lse_BHL[documents.document_T, :, documents.position_T] = lse_TH
+    return lse_BHL
 
 
 def _bucketed_offsets(context: BatchContext) -> tuple[torch.Tensor, int]:
@@ -77,7 +181,14 @@ def _bucketed_offsets(context: BatchContext) -> tuple[torch.Tensor, int]:
     return torch.cat([context.start_S1, last_1.expand(num_missing)]), next_power_of_2(context.max_length)
 
 
-def _load_attention() -> Callable[..., Any]:
+class _Cudnn(NamedTuple):
+    """Functions of cuDNN: ``cudnn.sdpa_torch`` and the operator of its backward."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def _load_cudnn() -> _Cudnn:
     # Imported on first use: the package is optional and loads cuDNN.
     try:
         import cudnn
@@ -85,5 +196,6 @@ def _load_attention() -> Callable[..., Any]:
         raise MissingDependencyError(
             f"Attention backend 'cudnn' needs nvidia-cudnn-frontend: {pip_line('hopper')}."
         ) from error
-    attention: Callable[..., Any] = cudnn.sdpa_torch
-    return attention
+    # Reading sdpa_torch registers the operators.
+    forward: Callable[..., Any] = cudnn.sdpa_torch
+    return _Cudnn(forward, torch.ops.cudnn.sdpa_bwd)

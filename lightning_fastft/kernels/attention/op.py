@@ -110,7 +110,8 @@ def packed_attention(
         sink_H: One learned logit per query head in the denominator, shape (H,); None for no sinks.
         backend: "auto", or one of BACKENDS.
         remember: Takes a function that computes the kernel's outputs, and returns them: computed now, or kept from an
-            earlier equal call (activation checkpointing). "tiled" and "varlen" call it; the others always compute.
+            earlier equal call (activation checkpointing). "tiled", "varlen" and "cudnn" call it; the others always
+            compute.
         collect: Receives in the backward the gradients of keys and values before they are summed over the query heads
             that share them, both (T, H, W), if the backend computes them per query head ("tiled" and "varlen", H > G).
             Keys and values then get no gradient through autograd.
@@ -161,7 +162,7 @@ def packed_attention(
             repeat=_repeat_heads, collect=collect,
         )  # fmt: skip
     if name == "cudnn":
-        return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window)
+        return cudnn_attention(q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, remember=remember)
     if name == "flex":
         return flex_attention(
             q_THW, k_TGW, v_TGW, context=context, scale=scale, window=window, softcap=softcap, sink_H=sink_H
