@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from lightning_fastft.activations.tiles import AUTO_TILES, dense_blocks, install
 from lightning_fastft.activations.vram_budget import (
     PLANNED_SHARE,
     BudgetWatch,
+    FirstPlan,
     HeadSizes,
     budget_for,
     check_feasible,
@@ -221,24 +223,9 @@ class SegmentStack(PlannedStack):
         budget = self.options.vram_budget_bytes
         if budget is None or not self.measurement.meter(hidden.device).is_counted:
             return
-        try:
-            self._predicted = self._predict(hidden, vram_budget=budget)
-        except OptionError:
-            if not self._may_tile:
-                raise
-            self._tile()
-            self._predicted = self._predict(hidden, vram_budget=budget)
-        choose = functools.partial(
-            choose_first_plan,
-            self._predicted,
-            counted=self.measurement.counted,
-            vram_budget_bytes=budget,
-            host_budget_bytes=self._host_budget(),
-            buffers=self.options.buffers,
-        )
-        first = choose(streaming=self._streaming)
+        first = self._find_first_plan(hidden, vram_budget=budget)
         if first.is_streamed and self.weights.streamed is None and not self._stream_first(hidden.device):
-            first = choose(streaming=self._streaming)
+            first = self._find_first_plan(hidden, vram_budget=budget)
         self.measurement.lean = first.segments
         self.follow(first.segments, device=hidden.device)
         self.environment.report(
@@ -246,13 +233,30 @@ class SegmentStack(PlannedStack):
             f"{first.peak_bytes / 2**30:.1f} of {budget / 2**30:.1f} GiB"
         )
 
-    def _predict(self, hidden: torch.Tensor, *, vram_budget: int) -> StepCost:
-        """Return the memory of a step, predicted from shapes.
+    def _find_first_plan(self, hidden: torch.Tensor, *, vram_budget: int) -> FirstPlan:
+        """Return the plan of the measured steps, in tiles if nothing else is predicted to fit.
 
         Raises:
             OptionError: No step can keep the budget.
         """
-        predicted = predict_cost(
+        first, may_tile = None, self._may_tile
+        try:
+            first = self._predict_first(hidden, vram_budget=vram_budget, num_tiles=self.num_tiles)
+        except OptionError:
+            if not may_tile:
+                raise
+        if first is None or (may_tile and first.peak_bytes > vram_budget):
+            untiled = self._predicted
+            tiled = self._predict_first(hidden, vram_budget=vram_budget, num_tiles=AUTO_TILES)
+            if first is None or tiled.peak_bytes <= vram_budget:
+                self._tile()
+                return tiled
+            self._predicted = untiled
+        return first
+
+    def _predict_first(self, hidden: torch.Tensor, *, vram_budget: int, num_tiles: int) -> FirstPlan:
+        """Predict the memory of a step from shapes, and return the best plan; raise if no step can keep the budget."""
+        self._predicted = predict_cost(
             self._layers,
             hidden,
             longest_bytes=self._longest_bytes,
@@ -260,18 +264,13 @@ class SegmentStack(PlannedStack):
             head=self._head,
             weight_bytes=self.weights.layer_bytes,
             ends=self.weights.ends,
-            mlp_tiles=self.num_tiles,
+            mlp_tiles=num_tiles,
         )
-        check_feasible(
-            predicted,
-            self._layers,
-            column_bytes=self._longest_bytes // hidden.shape[-1] // self.num_tiles,
-            vram_budget_bytes=vram_budget,
-            host_budget_bytes=self._host_budget(),
-            buffers=self.options.buffers,
-            streaming=self._streaming,
-        )
-        return predicted
+        limits: Any = {"host_budget_bytes": self._host_budget(), "buffers": self.options.buffers}
+        limits |= {"vram_budget_bytes": vram_budget, "streaming": self._streaming}
+        column_bytes = self._longest_bytes // hidden.shape[-1] // num_tiles
+        check_feasible(self._predicted, self._layers, column_bytes=column_bytes, **limits)
+        return choose_first_plan(self._predicted, counted=self.measurement.counted, **limits)
 
     @property
     def _may_tile(self) -> bool:

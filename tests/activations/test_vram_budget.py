@@ -71,10 +71,10 @@ def allocator(monkeypatch):
     return Allocator
 
 
-def adapted():
+def adapted(**sizes):
     """A model whose frozen weights can be streamed; 8 layers."""
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(build_tiny("llama", num_hidden_layers=8), lora).train()
+    return get_peft_model(build_tiny("llama", **({"num_hidden_layers": 8} | sizes)), lora).train()
 
 
 def cost_of(*, base=10 * MIB, weights=2 * MIB, head=HEAD, mlp_tiles=1, saved=None):
@@ -209,6 +209,33 @@ def test_a_budget_that_only_tiles_can_keep(allocator, mlp_tiles):
     expected = attached.expected()
     assert_near(attached.step(), expected)
     assert attached.stack.num_tiles == 8
+
+
+@pytest.mark.parametrize(
+    ("share", "mlp_tiles", "num_tiles", "is_streamed"),
+    [(0.9, "auto", 8, False), (0.9, 1, 1, True), (1.001, "auto", 1, True)],
+)
+def test_tiles_come_before_steps_that_are_not_predicted_to_fit(allocator, share, mlp_tiles, num_tiles, is_streamed):
+    """share is the budget's, of the leanest plan without tiles, which streams weights; in tiles they need not move."""
+    allocator.base_bytes = 64 * MIB
+    wide = {"num_hidden_layers": 4, "intermediate_size": 8192}
+    probe = Attached(adapted(**wide), vram_budget=1, host_budget=1)
+    probe.step()
+    leanest = choose_first_plan(
+        probe.stack._predicted,
+        counted=set(),
+        vram_budget_bytes=0,
+        host_budget_bytes=GIB,
+        buffers=2,
+        streaming=(False, True),
+    )
+    assert leanest.is_streamed
+    budget = share * leanest.peak_bytes / GIB
+    attached = Attached(adapted(**wide), vram_budget=budget, host_budget=1, mlp_tiles=mlp_tiles)
+    expected = attached.expected()
+    assert_near(attached.step(), expected)
+    assert attached.stack.num_tiles == num_tiles
+    assert (attached.stack.weights.streamed is not None) == is_streamed
 
 
 def test_a_watch_lowers_the_memory_of_plans_at_the_limit_and_ends():

@@ -146,7 +146,7 @@ def test_a_budget_that_cannot_hold_the_model_ends_in_an_error_that_names_it(fit,
 
 def test_a_budget_that_only_tiles_can_keep(fit, tmp_path):
     budget = 0.45
-    with pytest.raises(DeviceMemoryError):
+    with pytest.raises(OptionError, match="leanest plan"):
         fit(tmp_path, config=WIDE, vram_budget=budget, mlp_tiles=1)
     found = fit(tmp_path, config=WIDE, vram_budget=budget)
     free = fit(tmp_path, config=WIDE)
