@@ -1,11 +1,13 @@
 """Time the attention backends on packs, forward and backward, by the lengths of the documents.
 
     python -m benchmarks.attention_backends
+    python -m benchmarks.attention_backends --models qwen3-14b --tokens 131072 --runs 5
     python -m benchmarks.attention_backends --device cpu --models tiny
 
 The heads of one layer, bf16, gradients of keys and values per query head as fused layers take them. Packs of 8,192
 tokens: two of the ruler (documents of 512 on average), and documents of 2,048, 4,096 and 8,192. Every backend is
 compared with the first one before it is timed: outputs and gradients of queries. Then 5 warm-up runs and 30 timed ones.
+The memory is the peak of a forward and backward above what was allocated before. `--tokens` gives one document instead.
 The order of backends in kernels/attention/op.py was chosen by it.
 """
 
@@ -21,13 +23,13 @@ import torch
 
 from benchmarks.results import append_rows
 from benchmarks.ruler.cases import versions
-from benchmarks.ruler.measure import StepClock, summarise_ms
+from benchmarks.ruler.measure import StepClock, peak_memory_gib, summarise_ms
 from benchmarks.ruler.workloads import WORKLOADS, make_packs
 from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.packing.context import BatchContext
 
-NUM_WARMUP, NUM_RUNS = 5, 30
+NUM_WARMUP = 5
 BACKENDS = {"cuda": ("varlen", "tiled", "cudnn"), "cpu": ("sdpa", "reference")}
 # Relative difference of two roundings of the same sums.
 BOUND = 1e-2
@@ -74,17 +76,23 @@ def run(leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, back
     return [out.detach(), found]
 
 
-def measure(leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, backend: str) -> dict[str, float]:
-    """Return milliseconds of a forward and backward."""
-    clock = StepClock(is_cuda=leaves[0].is_cuda)
-    for number in range(NUM_WARMUP + NUM_RUNS + 1):
+def measure(
+    leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, backend: str, num_runs: int
+) -> tuple[dict[str, float], float]:
+    """Return the milliseconds of a forward and backward, and the GiB that it takes; 0 on a CPU."""
+    is_cuda = leaves[0].is_cuda
+    before_gib = torch.cuda.memory_allocated() / 2**30 if is_cuda else 0.0
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    clock = StepClock(is_cuda=is_cuda)
+    for number in range(NUM_WARMUP + num_runs + 1):
         if number >= NUM_WARMUP:
             clock.mark()
         run(leaves, context, heads, backend=backend)
-    return summarise_ms(clock.read_ms())
+    return summarise_ms(clock.read_ms()), peak_memory_gib(is_cuda=is_cuda)["allocated"] - before_gib
 
 
-def rows_of(model: str, pack: str, lengths: list[int], *, device: str) -> Iterator[dict[str, Any]]:
+def rows_of(model: str, pack: str, lengths: list[int], *, device: str, num_runs: int) -> Iterator[dict[str, Any]]:
     """Compare the backends on one pack, print their times, and yield a row for each that can run."""
     heads, num_tokens = MODELS[model], sum(lengths)
     label_T = torch.full((num_tokens,), -100)
@@ -105,23 +113,21 @@ def rows_of(model: str, pack: str, lengths: list[int], *, device: str) -> Iterat
         for value, true in zip(found, truth):
             if not float((value.float() - true.float()).norm() / true.float().norm()) <= BOUND:
                 raise SystemExit(f"{model}, {pack}: {backend} differs from {BACKENDS[device][0]}")
-        times = measure(leaves, context, heads, backend=backend)
-        text = f"{times['median']:8.3f} ms [{times['p10']:.3f}, {times['p90']:.3f}]"
+        times, gib = measure(leaves, context, heads, backend=backend, num_runs=num_runs)
+        text = f"{times['median']:8.3f} ms [{times['p10']:.3f}, {times['p90']:.3f}] {gib:6.2f} GiB"
         sys.stdout.write(f"{model:20} {pack:18} {backend:9} {text}\n")
-        yield {
+        row = {
             "benchmark": "attention_backends",
             "workload": f"{model}, {num_tokens} tokens, {pack}",
             "system": backend,
             "version": f"torch {torch.__version__.partition('+')[0]}",
-            "metric": "forward and backward",
-            "value": times["median"],
-            "p10": times["p10"],
-            "p90": times["p90"],
-            "n": times["n"],
-            "unit": "ms",
             "command": "python -m benchmarks.attention_backends " + " ".join(sys.argv[1:]),
             "device": versions().get("device", "cpu"),
         }
+        spread = {name: times[name] for name in ("p10", "p90", "n")}
+        yield {**row, "metric": "forward and backward", "value": times["median"], **spread, "unit": "ms"}
+        if gib:
+            yield {**row, "metric": "peak of forward and backward", "value": gib, "n": 1, "unit": "GiB"}
 
 
 def main() -> int:
@@ -129,13 +135,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = [name for name in MODELS if name != "tiny"]
     parser.add_argument("--models", nargs="+", default=usual, choices=tuple(MODELS))
+    parser.add_argument("--tokens", type=int, help="time one document of this length instead of the usual packs")
+    parser.add_argument("--runs", type=int, default=30, help="timed runs of each backend")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, default=Path("runs/attention_backends"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    packs = {"1 document": [options.tokens]} if options.tokens else packs_of(options.device)
     for model in options.models:
-        for pack, lengths in packs_of(options.device).items():
-            rows = rows_of(model, pack, lengths, device=options.device)
+        for pack, lengths in packs.items():
+            rows = rows_of(model, pack, lengths, device=options.device, num_runs=options.runs)
             append_rows(list(rows), path=options.out / "rows.csv")
     return 0
 

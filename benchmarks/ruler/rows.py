@@ -68,6 +68,10 @@ ROWS: Mapping[str, HeadlineRow] = {
     "llama-3.1-8b-32k": HeadlineRow("llama-3.1-8b-lora-32k", _LARGE),
     "llama-3.1-8b-32k-one-document": HeadlineRow("llama-3.1-8b-lora-32k-one-document", _LARGE),
     "llama-3.1-8b-128k-one-document": HeadlineRow("llama-3.1-8b-lora-128k-one-document", _LONGEST),
+    "llama-3.1-8b-256k-one-document": HeadlineRow("llama-3.1-8b-6l-lora-256k-one-document", _LONGEST),
+    "qwen3-14b-128k-one-document": HeadlineRow(
+        "qwen3-14b-10l-qlora-128k-one-document", {**_LONGEST, "ours": ("auto=33:64+fused",)}
+    ),
     "qwen3-8b-full": HeadlineRow("qwen3-8b-full", _FULL),
     "qwen3-30b-a3b": HeadlineRow("qwen3-30b-a3b-12l-lora", _MIXTURE),
     "gpt-oss-20b": HeadlineRow("gpt-oss-20b-12l-lora", _GPT_OSS),
