@@ -69,7 +69,8 @@ class OffloadCheckpointing:
             Otherwise each use gathers them.
         mlp_tiles: Number of tiles of tokens in which dense feed-forward blocks run, so that the intermediates of only
             one tile exist at a time, for long packs. 1 disables tiles. "auto" uses 8 under policy "auto" if the first
-            steps do not fit otherwise, else 1. GEMMs of fewer rows round differently, so gradients are not bit-equal.
+            steps do not fit otherwise, or are predicted not to within ``vram_budget``, else 1. GEMMs of fewer rows
+            round differently, so gradients are not bit-equal.
 
     Raises:
         OptionError: A value is not allowed.
