@@ -659,6 +659,7 @@ class TestOptions:
             ({"rows": {"a.jsonl": "much"}}, "weight of a.jsonl"),
             ({"rows": {}}, "empty mapping"),
             ({"val_paths": {"a.jsonl": 0.5}}, "val_paths"),
+            ({"predict_paths": {"a": "a.jsonl"}}, "predict_paths"),
         ],
     )
     def test_weights_of_paths_that_cannot_be_are_refused(self, options, word):

@@ -54,6 +54,11 @@ def describe_data(
             sections.append(
                 _describe_split(split, subset, packs, report=report, world_size=world_size, accumulate=num_per_step)
             )
+            sections[-1] += "".join(
+                f"\n  {name}: {count(len(named), 'example')}, {int(named.length_N.sum())} tokens, "
+                f"{int(named.num_labelled_N.sum())} trained; {count(len(parts), 'pack')}"
+                for name, (named, parts) in datamodule.named_sets(split).items()
+            )
         if split == "train" and datamodule.mixture:
             lines = [f"  {printable(str(source))}" for source in datamodule.mixture]
             sections.append("\n".join(["mixture of an epoch:", *lines]))
@@ -81,12 +86,16 @@ def show_loaders(data: LightningDataModule) -> str:
             loader = getattr(data, f"{split}_dataloader")()
         except (FastFTError, MisconfigurationException):
             loader = None
-        if not isinstance(loader, PackedLoader):
-            size = "None"
+        if isinstance(loader, dict):
+            size = ", ".join(f"{key} {_show_length(part)}" for key, part in loader.items())
         else:
-            size = "endless" if len(loader) == ENDLESS else f"{len(loader)} packs"
+            size = _show_length(loader) if isinstance(loader, PackedLoader) else "None"
         lines.append(f"{{{name} dataloader: {size}}}")
     return "\n".join(lines)
+
+
+def _show_length(loader: PackedLoader) -> str:
+    return "endless" if len(loader) == ENDLESS else count(len(loader), "pack")
 
 
 def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, accumulate: int) -> str:
