@@ -689,6 +689,20 @@ class TestOptions:
             assert isinstance(parser.instantiate(options).data, PackedDataModule)
 
 
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        (pyarrow.table({"text": ["a"]}), r"got Table\. .*datasets\.Dataset\(table\)"),
+        (pyarrow.table({"text": ["a"]}).to_pandas(), r"got DataFrame\. .*Dataset\.from_pandas\(table\)"),
+        (({"text": text} for text in "ab"), r"got generator\. .*list\(rows\)"),
+    ],
+)
+def test_tables_and_iterables_are_refused_with_what_to_give(source, advice):
+    for options in ({"rows": source}, {"val_paths": source}, {"val_paths": {"a": source}}):
+        with pytest.raises(OptionError, match=advice):
+            make_data(**options)
+
+
 @pytest.mark.parametrize("name", ["rows", "rows.jsonl", "rows.csv", "rows.parquet"])
 def test_mapping_to_a_column_that_no_row_has_is_named_with_what_was_meant(tmp_path, name):
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n' * 3)

@@ -104,7 +104,7 @@ def open_sources(sources: object) -> list[Source]:
     for source in sources if isinstance(sources, (list, tuple)) else [sources]:
         if isinstance(source, (str, os.PathLike)):
             opened.extend(_open_path(os.fspath(source)))
-        elif hasattr(source, "column_names"):
+        elif is_dataset(source):
             opened.append(_open_dataset(source, name=f"data set {len(opened) + 1}"))
         elif _is_rows(source):
             opened.append(_open_rows(source)._replace(name=f"list {len(opened) + 1}"))
@@ -116,6 +116,11 @@ def open_sources(sources: object) -> list[Source]:
     if not opened:
         raise DataError("No data: the list of sources is empty.")
     return opened
+
+
+def is_dataset(value: object) -> bool:
+    """Return whether a value is a Dataset, a stream or a dict of them of ``datasets``, without importing it."""
+    return hasattr(value, "column_names") and hasattr(value, "with_format")
 
 
 def is_mapping(sources: object) -> TypeGuard[Mapping[str, Any]]:

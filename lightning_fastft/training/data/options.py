@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_fastft.core.checks import check_float, check_path
 from lightning_fastft.core.cores import count_usable_cores
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.packing.reading.sources import is_mapping
+from lightning_fastft.packing.reading.sources import is_dataset, is_mapping
 from lightning_fastft.packing.reading.streams import is_stream
 
 MAX_PROCESSES = 8
@@ -38,11 +39,17 @@ def check_source(name: str, source: object) -> None:
     """Refuse values that cannot be data; the content of lists and files is checked when it is read."""
     if isinstance(source, (str, os.PathLike)):
         check_path(name, source)
-    elif source is not None and not isinstance(source, (list, tuple)) and not hasattr(source, "column_names"):
-        raise OptionError(
-            f"{name} must be a file, a folder, a data set, a list of them, or rows, got {source!r} "
-            f"({type(source).__name__})."
-        )
+    elif source is not None and not isinstance(source, (list, tuple)) and not is_dataset(source):
+        kind, advice = type(source).__name__, ""
+        if hasattr(source, "columns"):
+            advice = (
+                " Give a table as datasets.Dataset.from_pandas(table), or a pyarrow.Table as datasets.Dataset(table)."
+            )
+        elif isinstance(source, Iterable):
+            advice = " Give the rows of an iterable as list(rows)."
+        # The text of a table is long.
+        found = f"{source!r} ({kind})" if isinstance(source, (int, float, bytes)) else kind
+        raise OptionError(f"{name} must be a file, a folder, a data set, a list of them, or rows, got {found}.{advice}")
 
 
 def check_evaluated(name: str, sources: object) -> None:
