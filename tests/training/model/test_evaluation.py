@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.monitor.data_page import render_data_page
 from lightning_fastft.monitor.run_report import RunReport
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.data.describe import describe_data
@@ -134,6 +135,10 @@ def test_description_has_examples_and_packs_of_each_name(tmp_path):
     assert "19 examples" in text
     assert "  b: 10 examples, 30 tokens, 20 trained; 1 pack" in text
     assert "b 1 pack}" in str(data)
+    # Each rank has a pack of each set.
+    page = render_data_page(data, rejects={}, world_size=2)
+    assert "b: 10 examples, 30 tokens, 20 trained; 2 packs" in page
+    assert "2 ranks get equal numbers" not in page
     assert len(data.packs("val")) == sum(len(loader) for loader in data.val_dataloader().values())
 
 
