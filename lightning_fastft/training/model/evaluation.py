@@ -20,6 +20,7 @@ class EvaluatedCausalLM(SavedCausalLM):
 
     Loaders in a mapping, as ``PackedDataModule(val_paths={"math": ..., "chat": ...})`` gives them, are each logged
     under their names, as ``val_loss/math``, and ``val_loss`` is then the mean over the items of all loaders.
+    It is logged at the end: a subclass with its own ``on_validation_epoch_end`` calls the one of this class.
 
     Args:
         args: Of ``SavedCausalLM``.
