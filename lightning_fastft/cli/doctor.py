@@ -27,7 +27,7 @@ from lightning_fastft.core.extras import version_of
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.reading.folders import is_local
-from lightning_fastft.packing.reading.sources import open_sources
+from lightning_fastft.packing.reading.sources import list_sources, open_sources
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.reference import ADAPTERS_OFF, ReferenceTuner
@@ -166,8 +166,7 @@ def _check_sources(options: Mapping[str, Any], *, examples: set[str]) -> None:
     """Check that data files and folders exist and can be read; hub ids are not checked."""
     for name in SOURCES:
         given = options.get(name)
-        # The sources of a mixture are the keys of a mapping.
-        for source in given if isinstance(given, (list, tuple, dict)) else [given]:
+        for source in list_sources(given):
             if (
                 isinstance(source, (str, os.PathLike))
                 and os.fspath(source) not in examples

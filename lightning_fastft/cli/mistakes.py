@@ -33,7 +33,7 @@ from lightning_fastft.cli.words import (
 )
 from lightning_fastft.cli.yaml_text import check_size
 from lightning_fastft.core.errors import OptionError, printable
-from lightning_fastft.packing.reading.sources import check_exists
+from lightning_fastft.packing.reading.sources import check_exists, list_sources
 
 # Options that the parser does not know, by command.
 PLAN_OPTIONS = ("--gpu", "--vram-gib", "--host-gib", "--document-tokens")
@@ -345,8 +345,7 @@ def _check_sources(command: str, line: _Line) -> None:
         value, is_in_file = line.values.get(("data", name), (None, False))
         if command not in commands or (is_in_file and command == "doctor"):
             continue
-        # The sources of a mixture are the keys of a mapping.
-        sources = list(value) if isinstance(value, (list, dict)) else [value]
+        sources = list_sources(value)
         if all(isinstance(source, str) for source in sources):
             for source in sources:
                 check_exists(source)

@@ -15,6 +15,7 @@ from lightning_fastft.packing.rows.rejects import Reject
 from lightning_fastft.training.data.describe import (
     count,
     count_lengths,
+    describe_named,
     describe_split_epoch,
     name_segments,
     split_runs,
@@ -82,6 +83,8 @@ _BODY = """{% macro bars(title, rows, note) %}<section><h2>{{ title }}</h2><tabl
 <p class="soft">Formats: {{ split.formats }}.</p>{% else %}<p>Held out of the training data.</p>{% endif %}
 {% if split.mixture %}<h3>Mixture of an epoch</h3>{% for line in split.mixture %}<p>{{ line }}</p>{% endfor %}
 {% endif %}
+{% if split.named %}<h3>By name</h3>{% for line in split.named %}<p>{{ line }}</p>{% endfor %}
+{% endif %}
 </section>
 {% if split.rejects %}<section class="wide"><h2>Rejected rows</h2><div class="scroll"><table>
 <tr><th>reason</th><th class="number">rows</th><th>the first of them</th></tr>
@@ -139,9 +142,8 @@ def render_data_page(
         if subset is None or packs is None:
             continue
         content = _describe_documents(name, subset, packs, tokenizer=datamodule.tokenizer)
-        content["epoch"] = describe_split_epoch(
-            subset, packs, world_size=world_size, accumulate=accumulate if name == "train" else None
-        )
+        content["epoch"] = describe_split_epoch(datamodule, name, world_size=world_size, accumulate=accumulate)
+        content["named"] = describe_named(datamodule, name, world_size=world_size)
         content["mixture"] = [printable(str(source)) for source in datamodule.mixture] if name == "train" else []
         content |= _describe_rows(datamodule.report(name), *rejects.get(name, ("", ())))
         splits.append(content)

@@ -100,6 +100,19 @@ def pack_best_fit_decreasing(length_N: np.ndarray, *, max_tokens: int) -> Packs:
     return _as_packs(packs, max_tokens=max_tokens)
 
 
+def join_packs(parts: Sequence[tuple[Packs, np.ndarray]]) -> Packs:
+    """Return the packs of disjoint parts of a data set: each with its packs, and the numbers of its documents, int64.
+
+    Example:
+        >>> part = pack_best_fit_decreasing(np.array([3, 5, 2]), max_tokens=5)
+        >>> joined = join_packs([(part, np.array([0, 1, 2])), (part, np.array([3, 4, 5]))])
+        >>> [joined[number].tolist() for number in range(len(joined))]
+        [[1], [0, 2], [4], [3, 5]]
+    """
+    members = [number_N[packs[pack]].tolist() for packs, number_N in parts for pack in range(len(packs))]
+    return _as_packs(members, max_tokens=parts[0][0].max_tokens)
+
+
 def split_to_multiple(packs: Packs, length_N: np.ndarray, *, multiple: int) -> Packs:
     """Return packs whose number is a multiple of ``multiple``, by splitting the packs with the most documents in two.
 

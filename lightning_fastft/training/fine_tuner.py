@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
-from torchmetrics import Metric
 
 from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.errors import DataError
@@ -110,34 +108,29 @@ class FineTuner(Tuner):
         """Names that callbacks can monitor in training; None for a subclass, which may log more."""
         if type(self) is not FineTuner:
             return None
-        return frozenset({"train_loss", "val_loss", "val_perplexity", "val_token_accuracy"})
+        names = frozenset({"train_loss", "val_loss", "val_perplexity", "val_token_accuracy"})
+        return self._with_loader_names(names)
 
     def validation_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to ``val_loss``, ``val_perplexity`` and ``val_token_accuracy``."""
-        self._evaluate(batch, prefix="val", dataloader_idx=dataloader_idx)
+        """Add a batch to ``val_loss``, ``val_perplexity``, ``val_token_accuracy``; of named loaders also for each."""
+        self._begin_evaluation("val", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
+        self._evaluate(batch, prefix="val")
 
     def test_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to ``test_loss``, ``test_perplexity`` and ``test_token_accuracy``."""
-        self._evaluate(batch, prefix="test", dataloader_idx=dataloader_idx)
+        """Add a batch to ``test_loss``, ``test_perplexity`` and ``test_token_accuracy``, as a validation does."""
+        self._begin_evaluation("test", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
+        self._evaluate(batch, prefix="test")
 
-    def _evaluate(self, batch: PackedBatch | Mapping[str, Any], *, prefix: str, dataloader_idx: int) -> None:
-        """Update and log the token metrics of one loader; no full logits are made where the lazy head is in place."""
+    def _evaluate(self, batch: PackedBatch | Mapping[str, Any], *, prefix: str) -> None:
+        """Update and log the token metrics of a loader; no full logits are made where the lazy head is in place."""
         output = call_model(self.model, batch)
         statistics = getattr(output.logits, "statistics", None)
         if statistics is None:
             statistics = logits_statistics(output.logits, batch["labels"])
         nll_sum, num_correct, num_tokens = statistics
-        key = f"{prefix}_{dataloader_idx}"
-        if key not in self.token_metrics:
-            metrics = {"loss": TokenMean(), "perplexity": TokenPerplexity(), "token_accuracy": TokenMean()}
-            self.token_metrics[key] = nn.ModuleDict(metrics).to(self.device)
-        for name, metric in cast("nn.ModuleDict", self.token_metrics[key]).items():
-            assert isinstance(metric, Metric)
-            metric.update(num_correct if name == "token_accuracy" else nll_sum, num_tokens=num_tokens)
-            attribute = f"token_metrics.{key}.{name}"
-            self.log(
-                f"{prefix}_{name}", metric, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=True
-            )
+        self._log_sums(TokenMean, "loss", prefix=prefix, total=nll_sum, num_tokens=num_tokens)
+        self._log_sums(TokenPerplexity, "perplexity", prefix=prefix, total=nll_sum, num_tokens=num_tokens)
+        self._log_sums(TokenMean, "token_accuracy", prefix=prefix, total=num_correct, num_tokens=num_tokens)
 
 
 def _find_cross_entropy(output: Any, batch: PackedBatch) -> torch.Tensor | None:

@@ -47,7 +47,9 @@ class PolicyTuner(ReferenceTuner):
             "dapo" over all tokens, "dr_grpo" over completions of max_completion_tokens tokens each.
         advantage: From the rewards of a group: "normalised" by its mean and deviation, "centred" by its mean,
             "leave_one_out" by the mean of the others; "given": the rewards of the rows are advantages.
-        ratio: Importance ratio of a "token" or of a whole "sequence".
+        ratio: Importance ratio of a "token" or of a whole "sequence". ``train_clip_share`` is the share of clipped
+            ratios: of tokens, or of completions, as TRL counts them. (The GSPO paper counts the tokens of clipped
+            completions.)
         clip_low: A ratio counts down to 1 - clip_low.
         clip_high: A ratio counts up to 1 + clip_high.
         kl_weight: Weight of the divergence from the reference model; 0 for none, which needs no reference.
@@ -163,7 +165,7 @@ class PolicyTuner(ReferenceTuner):
         return centred_C
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
-        """Return the loss of a batch of rollouts; log it with reward, entropy, share of clipped tokens and length.
+        """Return the loss of a batch of rollouts; log it with reward, entropy, share of clipped ratios and length.
 
         Cost:
             A forward of the reference model with a kl_weight above 0. No host sync of its own.
@@ -193,7 +195,9 @@ class PolicyTuner(ReferenceTuner):
             return total / batch.context.num_items
 
         loss = self._minimise(batch, objective)
-        of_tokens = {"entropy", "clip_share", "divergence", *(("loss",) if self.loss == "dapo" else ())}
+        of_tokens = {"entropy", "divergence"}
+        of_tokens |= {"clip_share"} if self.ratio == "token" else set()
+        of_tokens |= {"loss"} if self.loss == "dapo" else set()
         for is_of_tokens, count in ((True, completions.num_rows), (False, completions.num_completions)):
             part = {name: value for name, value in means.items() if (name in of_tokens) is is_of_tokens}
             self._log_means(part, prefix=prefix, count=count, shown=("loss", "reward"))
@@ -230,7 +234,11 @@ class PolicyTuner(ReferenceTuner):
             sampler_clip=self.sampler_clip,
         )
         num_rows = max(1, completions.num_rows)
-        means["clip_share"] = is_clipped_R.float().sum() / num_rows
+        if self.ratio == "token":
+            means["clip_share"] = is_clipped_R.float().sum() / num_rows
+        else:
+            # All rows of a completion have its ratio.
+            means["clip_share"] = completions.mean(is_clipped_R.float()).sum() / max(1, completions.num_completions)
         if divergence_R is not None:
             means["divergence"] = divergence_R.detach().sum() / num_rows
         return loss_R

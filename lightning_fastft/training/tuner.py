@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightning_fastft.core.errors import DataError, OptionError
@@ -17,13 +16,13 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.training.model.construction import check_early_callbacks
+from lightning_fastft.training.model.evaluation import EvaluatedCausalLM
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
 from lightning_fastft.training.model.options import (
     ModelOptions,
     check_optimizer_options,
     collect_optimizer_hyperparameters,
 )
-from lightning_fastft.training.model.saved import SavedCausalLM
 from lightning_fastft.training.optimization.choice import (
     call_factory,
     choose_optimizer,
@@ -47,7 +46,7 @@ ReadT = TypeVar("ReadT")
 _SCHEDULE = "fastft_schedule"
 
 
-class Tuner(SavedCausalLM):
+class Tuner(EvaluatedCausalLM):
     """Load, quantise, adapt, shard, optimise, resume and save a causal language model; subclasses add the steps.
 
     The model is built in ``configure_model``, on the device of its rank.
@@ -141,7 +140,6 @@ class Tuner(SavedCausalLM):
         self.min_learning_rate_share = min_learning_rate_share
         check_optimizer_options(self)
         self.save_hyperparameters(collect_optimizer_hyperparameters(self))
-        self.token_metrics = nn.ModuleDict()
         self._checked_models: set[int] = set()
         # By how many steps the schedule is ahead of the run, whose steps before a resume may have had another size.
         self._steps_ahead = 0.0
@@ -178,11 +176,13 @@ class Tuner(SavedCausalLM):
         return self._step(batch, prefix="train")
 
     def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log what a training step logs, as means over all validation batches."""
+        """Log what a training step logs, as means over all validation batches; of named loaders also for each."""
+        self._begin_evaluation("val", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
         self._step(batch, prefix="val")
 
     def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log what a training step logs, as means over all test batches."""
+        """Log what a training step logs, as means over all test batches; of named loaders also for each."""
+        self._begin_evaluation("test", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
         self._step(batch, prefix="test")
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
@@ -206,7 +206,9 @@ class Tuner(SavedCausalLM):
         logged = vars(type(self)).get("_logged")
         if logged is None:
             return None
-        return frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in logged(self))
+        return self._with_loader_names(
+            frozenset(f"{prefix}_{name}" for prefix in ("train", "val") for name in logged(self))
+        )
 
     def _minimise(self, batch: PackedBatch, objective: Callable[[LazyLogits], torch.Tensor]) -> torch.Tensor:
         """Return the 0-dim loss that an objective computes from the logits of the trained model."""
@@ -251,22 +253,6 @@ class Tuner(SavedCausalLM):
                 f"{formats}."
             )
         return completions
-
-    def _log_means(self, means: Mapping[str, torch.Tensor], *, prefix: str, count: int, shown: tuple[str, ...]) -> None:
-        """Log means over ``count`` examples of one batch: at each step in training, over all batches elsewhere."""
-        is_training = prefix == "train"
-        for name, value in means.items():
-            self.log(
-                f"{prefix}_{name}",
-                value,
-                on_step=is_training,
-                on_epoch=not is_training,
-                sync_dist=not is_training,
-                # A bar of Lightning would read a training value at every step, with a host sync.
-                prog_bar=name in shown and not is_training,
-                # Lightning averages the weights of ranks, and would round an average of integers.
-                batch_size=float(count),  # type: ignore[arg-type]
-            )
 
     # Optimisation.
 

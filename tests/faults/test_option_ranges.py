@@ -113,6 +113,12 @@ def rows(value):
     return value is None or path(value) or isinstance(value, (list, tuple))
 
 
+def named(value):
+    """Names of data sets, each with its rows."""
+    is_mapping = isinstance(value, dict) and bool(value)
+    return is_mapping and all(text(name) and given is not None and rows(given) for name, given in value.items())
+
+
 share = number(0, 1)
 tokenizer = either(nothing, text, called)
 # Objects of Lightning, which judges them when the Trainer puts them together.
@@ -215,7 +221,8 @@ OPTIONS = {
         "seed": whole(0, 2**64 - 1),
     },
     "PackedDataModule": {
-        **dict.fromkeys(("paths", "val_paths", "test_paths", "predict_paths"), rows),
+        **dict.fromkeys(("paths", "predict_paths"), rows),
+        **dict.fromkeys(("val_paths", "test_paths"), either(rows, named)),
         "val_share": share,
         "tokenizer": tokenizer,
         "max_tokens": whole(2, 2**31 - 1),

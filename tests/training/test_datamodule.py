@@ -659,6 +659,7 @@ class TestOptions:
             ({"rows": {"a.jsonl": "much"}}, "weight of a.jsonl"),
             ({"rows": {}}, "empty mapping"),
             ({"val_paths": {"a.jsonl": 0.5}}, "val_paths"),
+            ({"predict_paths": {"a": "a.jsonl"}}, "predict_paths"),
         ],
     )
     def test_weights_of_paths_that_cannot_be_are_refused(self, options, word):
@@ -686,6 +687,20 @@ class TestOptions:
             assert options.data.columns == {"prompt": "question", "completion": "answer"}
             assert options.data.cache_dir is None
             assert isinstance(parser.instantiate(options).data, PackedDataModule)
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        (pyarrow.table({"text": ["a"]}), r"got Table\. .*datasets\.Dataset\(table\)"),
+        (pyarrow.table({"text": ["a"]}).to_pandas(), r"got DataFrame\. .*Dataset\.from_pandas\(table\)"),
+        (({"text": text} for text in "ab"), r"got generator\. .*list\(rows\)"),
+    ],
+)
+def test_tables_and_iterables_are_refused_with_what_to_give(source, advice):
+    for options in ({"rows": source}, {"val_paths": source}, {"val_paths": {"a": source}}):
+        with pytest.raises(OptionError, match=advice):
+            make_data(**options)
 
 
 @pytest.mark.parametrize("name", ["rows", "rows.jsonl", "rows.csv", "rows.parquet"])

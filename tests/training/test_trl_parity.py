@@ -392,9 +392,7 @@ def test_the_policy_loss_is_trls(options, dtype):
     tuner, documents = make(PolicyTuner, dtype, **options), rollouts()
     found = step(tuner, documents)
     theirs, metrics = grpo_loss(tuner, documents, dtype=dtype)
-    if tuner.ratio == "token":
-        # With one ratio for a sequence, TRL counts sequences, and we count tokens.
-        assert tuner.logged["train_clip_share"] == pytest.approx(metrics["clip_ratio/region_mean"], abs=1e-6)
+    assert tuner.logged["train_clip_share"] == pytest.approx(metrics["clip_ratio/region_mean"], abs=1e-6)
     if tuner.kl_weight:
         assert tuner.logged["train_divergence"] == pytest.approx(metrics["kl"], rel=1e-4)
     compare(found, theirs, tuner, dtype=dtype)

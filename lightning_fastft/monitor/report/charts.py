@@ -9,6 +9,8 @@ from lightning_fastft.monitor.report.style import show_number
 
 _LOSS, _VALIDATION_LOSS = "Loss", "val_loss"
 _LOADER = "/dataloader_idx_"
+# Between a metric and the name of its data set.
+_NAME = "/"
 
 Points = Sequence[Sequence[float]]
 
@@ -51,7 +53,7 @@ def make_charts(data: Mapping[str, Any]) -> list[Chart]:
 
 
 def _is_loss(name: str) -> bool:
-    return name.partition(_LOADER)[0] == _VALIDATION_LOSS
+    return name.partition(_NAME)[0] == _VALIDATION_LOSS
 
 
 def _last(points: Points) -> list[tuple[str, float]]:
@@ -77,7 +79,7 @@ def _chart_loss(data: Mapping[str, Any], validations: Sequence[Mapping[str, Any]
     lines: list[tuple[str, Points]] = [("training", loss["points"])]
     figures = _last(loss["points"])
     for metric in validations:
-        name = "validation" + metric["name"].removeprefix(_VALIDATION_LOSS).replace(_LOADER, " ")
+        name = "validation" + metric["name"].removeprefix(_VALIDATION_LOSS).replace(_LOADER, " ").replace(_NAME, " ")
         lines.append((name, metric["points"]))
         figures += [(f"lowest {name}", min(point[2] for point in metric["points"]))] if metric["points"] else []
     return Chart(_LOSS, lines, ".4g", figures, notes)

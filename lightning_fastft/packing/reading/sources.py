@@ -61,7 +61,7 @@ class Source(NamedTuple):
         counts: Unit of row numbers: "line" or "row".
         stamp: Modification stamp of a file whose fingerprint does not cover all bytes; "" otherwise.
         folder: Paths of images are relative to it; "" for the current folder.
-        entry: Number of the entry of a mixture that the source belongs to; 0 without a mixture.
+        entry: Number of the entry of a mapping (a mixture, named sets) that the source belongs to; 0 without one.
     """
 
     name: str
@@ -81,8 +81,8 @@ def open_sources(sources: object) -> list[Source]:
     Args:
         sources: A path of a file or folder, a glob pattern such as "data/*.jsonl.gz", an id of a hub data set
             ("owner/name", "owner/name:config" or "owner/name:config:split"; split "train" unless named), a
-            datasets.Dataset, a list of rows (dicts), or a list of these. The keys of a mapping are the sources of a
-            mixture; its values are not read.
+            datasets.Dataset, a list of rows (dicts), or a list of these; or a mapping of them
+            (``sources_of_mapping``).
 
     Returns:
         At least one source.
@@ -97,13 +97,14 @@ def open_sources(sources: object) -> list[Source]:
     """
     if _is_rows(sources):
         return [_open_rows(sources)]
-    if is_mixture(sources):
-        return [source._replace(entry=number) for number, given in enumerate(sources) for source in open_sources(given)]
+    if is_mapping(sources):
+        entries = enumerate(sources_of_mapping(sources))
+        return [source._replace(entry=number) for number, given in entries for source in open_sources(given)]
     opened: list[Source] = []
     for source in sources if isinstance(sources, (list, tuple)) else [sources]:
         if isinstance(source, (str, os.PathLike)):
             opened.extend(_open_path(os.fspath(source)))
-        elif hasattr(source, "column_names"):
+        elif is_dataset(source):
             opened.append(_open_dataset(source, name=f"data set {len(opened) + 1}"))
         elif _is_rows(source):
             opened.append(_open_rows(source)._replace(name=f"list {len(opened) + 1}"))
@@ -117,9 +118,36 @@ def open_sources(sources: object) -> list[Source]:
     return opened
 
 
-def is_mixture(sources: object) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether training data is a mapping from sources to weights; the splits of a DatasetDict are none."""
+def is_dataset(value: object) -> bool:
+    """Return whether a value is a Dataset, a stream or a dict of them of ``datasets``, without importing it."""
+    return hasattr(value, "column_names") and hasattr(value, "with_format")
+
+
+def is_mapping(sources: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether data is a mixture or named sets; a DatasetDict is neither."""
     return isinstance(sources, Mapping) and not hasattr(sources, "column_names")
+
+
+def sources_of_mapping(sources: Mapping[str, Any]) -> list[Any]:
+    """Return the sources of a mixture, which are its keys, or of named sets, which are their values.
+
+    Example:
+        >>> sources_of_mapping({"a.jsonl": 0.7, "b.jsonl": 0.3}), sources_of_mapping({"math": "a.jsonl"})
+        (['a.jsonl', 'b.jsonl'], ['a.jsonl'])
+    """
+    return [name if isinstance(value, (int, float)) else value for name, value in sources.items()]
+
+
+def list_sources(sources: object) -> list[Any]:
+    """Return the single sources of an option, as they are given: of a list, a mixture, or named sets and their lists.
+
+    Example:
+        >>> list_sources({"math": ["a.jsonl", "b.jsonl"], "chat": "c.jsonl"})
+        ['a.jsonl', 'b.jsonl', 'c.jsonl']
+    """
+    if is_mapping(sources):
+        return [source for given in sources_of_mapping(sources) for source in list_sources(given)]
+    return list(sources) if isinstance(sources, (list, tuple)) else [sources]
 
 
 def _is_rows(value: object) -> bool:

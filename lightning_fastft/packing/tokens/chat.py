@@ -215,11 +215,7 @@ class ChatRenderer:
         for number in compress(answers, is_wanted):
             span = finder.find(number)
             if span is None or (spans and span[0] < spans[-1][1]):
-                raise RowRejectedError(
-                    TEMPLATE_UNCLEAR,
-                    f"turn {number}: its place in the text of the template is unclear; give a chat_template with "
-                    "{% generation %} marks",
-                )
+                raise RowRejectedError(TEMPLATE_UNCLEAR, f"turn {number}: {finder.explain(number)}")
             spans.append(span)
         for note, count in ((BY_PROMPT, finder.num_by_prompt), (BY_SENTINEL, finder.num_by_sentinel)):
             if count:

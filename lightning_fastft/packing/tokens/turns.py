@@ -67,6 +67,39 @@ class TurnFinder:
             begin = self._find_bare(turn) if begin is None else begin
         return (begin, end) if begin is not None and end is not None and begin < end else None
 
+    def explain(self, number: int) -> str:
+        """Return why the answer of a turn is not found, and what to change."""
+        turn = _Turn(self._messages, number, self._render)
+        if turn.message.get("tool_calls") and self._is_text_moved(turn):
+            return (
+                "the template writes its text behind the results of its tool calls, where no answer has it; remove the "
+                "text, give it as reasoning_content, or give another chat_template"
+            )
+        earlier = next((place for place, message in enumerate(turn.before) if message.get("tool_calls")), None)
+        if turn.message.get("tool_calls") and earlier is not None and self._is_cut(turn):
+            return (
+                f"the template begins its tool calls otherwise than those of turn {earlier}; give a chat_template that "
+                "writes all turns with tool calls alike"
+            )
+        return "its place in the text of the template is unclear; give a chat_template with {% generation %} marks"
+
+    def _is_text_moved(self, turn: _Turn) -> bool:
+        """Return whether results of tools come before the text of a turn that calls them."""
+        marked = next(_mark_content(turn.message, before=False), None)
+        if marked is None or not read_words(turn.message).strip():
+            return False
+        alone, shown = turn.show_alone(marked) or "", turn.show(marked) or ""
+        return SENTINEL in alone and shown.find(SENTINEL) > alone.find(SENTINEL)
+
+    def _is_cut(self, turn: _Turn) -> bool:
+        """Return whether the tool calls of a turn begin with less behind earlier calls than as the first answer."""
+        first = next(place for place, message in enumerate(turn.before) if message["role"] == "assistant")
+        marked = turn.message | {"tool_calls": [*map(mark_name, turn.message["tool_calls"])]}
+        asked = self._render(turn.before[:first], False) or ""
+        begin, found, _ = (self._render([*turn.before[:first], marked], False) or "").partition(SENTINEL)
+        shown = (turn.show(marked) or "").partition(SENTINEL)[0]
+        return bool(found) and begin.startswith(asked) and not shown.endswith(begin.removeprefix(asked).strip())
+
     def _find_by_sentinel(self, turn: _Turn, begin: int | None, end: int | None) -> tuple[int | None, int | None]:
         """Return begin and end of a turn, of which at least one is missing."""
         if SENTINEL in self._text:

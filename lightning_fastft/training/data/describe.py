@@ -48,12 +48,10 @@ def describe_data(
     for split in ("train", "val", "test"):
         subset, packs = datamodule.subset(split), datamodule.packs(split)
         if subset is not None and packs is not None:
-            # Only training has accumulation windows; evaluation needs the same number of packs per rank.
-            num_per_step = accumulate if split == "train" else None
-            report = datamodule.report(split)
-            sections.append(
-                _describe_split(split, subset, packs, report=report, world_size=world_size, accumulate=num_per_step)
-            )
+            epoch = describe_split_epoch(datamodule, split, world_size=world_size, accumulate=accumulate)
+            sections.append(_describe_split(split, subset, packs, report=datamodule.report(split), epoch=epoch))
+            named = describe_named(datamodule, split, world_size=world_size)
+            sections[-1] = "\n".join([sections[-1], *(f"  {line}" for line in named)])
         if split == "train" and datamodule.mixture:
             lines = [f"  {printable(str(source))}" for source in datamodule.mixture]
             sections.append("\n".join(["mixture of an epoch:", *lines]))
@@ -81,12 +79,16 @@ def show_loaders(data: LightningDataModule) -> str:
             loader = getattr(data, f"{split}_dataloader")()
         except (FastFTError, MisconfigurationException):
             loader = None
-        if not isinstance(loader, PackedLoader):
-            size = "None"
+        if isinstance(loader, dict):
+            size = ", ".join(f"{key} {_show_length(part)}" for key, part in loader.items())
         else:
-            size = "endless" if len(loader) == ENDLESS else f"{len(loader)} packs"
+            size = _show_length(loader) if isinstance(loader, PackedLoader) else "None"
         lines.append(f"{{{name} dataloader: {size}}}")
     return "\n".join(lines)
+
+
+def _show_length(loader: PackedLoader) -> str:
+    return "endless" if len(loader) == ENDLESS else count(len(loader), "pack")
 
 
 def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, accumulate: int) -> str:
@@ -238,13 +240,7 @@ def count_lengths(length_N: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _describe_split(
-    split: str,
-    subset: DocumentSubset,
-    packs: Packs,
-    *,
-    report: IngestReport | None,
-    world_size: int,
-    accumulate: int | None,
+    split: str, subset: DocumentSubset, packs: Packs, *, report: IngestReport | None, epoch: str
 ) -> str:
     length_N = subset.length_N
     num_tokens = int(length_N.sum())
@@ -264,18 +260,30 @@ def _describe_split(
     ]
     if subset.documents.completions is not None:
         lines.insert(-1, _describe_sharing(subset))
-    lines.append(describe_split_epoch(subset, packs, world_size=world_size, accumulate=accumulate))
+    lines.append(epoch)
     return "\n".join(filter(None, lines))
 
 
-def describe_split_epoch(subset: DocumentSubset, packs: Packs, *, world_size: int, accumulate: int | None) -> str:
-    """Return a line on the packs and optimizer steps of an epoch of a split; "" if there is nothing to say.
+def describe_named(datamodule: SplitDataModule, split: str, *, world_size: int) -> list[str]:
+    """Return a line on each named set of a split: its examples, its tokens, and its packs on all ranks."""
+    return [
+        f"{name}: {count(len(subset), 'example')}, {int(subset.length_N.sum())} tokens, "
+        f"{int(subset.num_labelled_N.sum())} trained; "
+        f"{count(len(split_to_multiple(packs, subset.length_N, multiple=world_size)), 'pack')}"
+        for name, (subset, packs) in datamodule.named_sets(split).items()
+    ]
 
-    accumulate is None for evaluation.
-    """
-    num_all = len(split_to_multiple(packs, subset.length_N, multiple=world_size * (accumulate or 1)))
+
+def describe_split_epoch(datamodule: SplitDataModule, split: str, *, world_size: int, accumulate: int) -> str:
+    """Return a line on the packs and optimizer steps of an epoch of a split; "" if there is nothing to say."""
+    subset, packs = datamodule.subset(split), datamodule.packs(split)
+    if subset is None or packs is None or datamodule.named_sets(split):
+        return ""
+    # Only training has accumulation windows; evaluation needs the same number of packs per rank.
+    multiple = world_size * (accumulate if split == "train" else 1)
+    num_all = len(split_to_multiple(packs, subset.length_N, multiple=multiple))
     num_extra = num_all - len(packs)
-    if accumulate is not None:
+    if split == "train":
         return describe_epoch(
             num_packs=num_all, num_extra_packs=num_extra, world_size=world_size, accumulate=accumulate
         )

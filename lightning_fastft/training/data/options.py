@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_fastft.core.checks import check_float, check_path
 from lightning_fastft.core.cores import count_usable_cores
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.packing.reading.sources import is_mixture
+from lightning_fastft.packing.reading.sources import is_dataset, is_mapping
 from lightning_fastft.packing.reading.streams import is_stream
 
 MAX_PROCESSES = 8
 # More than any machine has cores: a larger number is a slip.
 MOST_WORKERS = 1024
+# Names of data sets are parts of the names of metrics, of files and of tables.
+_SET_NAME = re.compile(r"[\w.-]+")
 
 
 def check_paths(paths: object) -> None:
     """Check the training data, which may be a stream, or a mixture: a mapping from sources to weights."""
     if is_stream(paths):
         return
-    if not is_mixture(paths):
+    if not is_mapping(paths):
         check_source("paths", paths)
         return
     if not paths:
@@ -35,11 +39,35 @@ def check_source(name: str, source: object) -> None:
     """Refuse values that cannot be data; the content of lists and files is checked when it is read."""
     if isinstance(source, (str, os.PathLike)):
         check_path(name, source)
-    elif source is not None and not isinstance(source, (list, tuple)) and not hasattr(source, "column_names"):
-        raise OptionError(
-            f"{name} must be a file, a folder, a data set, a list of them, or rows, got {source!r} "
-            f"({type(source).__name__})."
-        )
+    elif source is not None and not isinstance(source, (list, tuple)) and not is_dataset(source):
+        kind, advice = type(source).__name__, ""
+        if hasattr(source, "columns"):
+            advice = (
+                " Give a table as datasets.Dataset.from_pandas(table), or a pyarrow.Table as datasets.Dataset(table)."
+            )
+        elif isinstance(source, Iterable):
+            advice = " Give the rows of an iterable as list(rows)."
+        # The text of a table is long.
+        found = f"{source!r} ({kind})" if isinstance(source, (int, float, bytes)) else kind
+        raise OptionError(f"{name} must be a file, a folder, a data set, a list of them, or rows, got {found}.{advice}")
+
+
+def check_evaluated(name: str, sources: object) -> None:
+    """Check validation or test data: one data set, or a mapping from names to data sets."""
+    if not is_mapping(sources):
+        check_source(name, sources)
+        return
+    if not sources:
+        raise OptionError(f"{name} is an empty mapping. Give each data set with its name, such as {{math: a.jsonl}}.")
+    for key, source in sources.items():
+        if isinstance(source, (int, float)) or source is None:
+            raise OptionError(
+                f"{name} maps the name {key!r} to {source!r}. Give each name its data, such as {{math: a.jsonl}}; only "
+                "paths takes weights, and null in place of the mapping is no data."
+            )
+        if not isinstance(key, str) or not _SET_NAME.fullmatch(key):
+            raise OptionError(f"{name} names a data set {key!r}. Names have letters, digits, '_', '-' and '.'.")
+        check_source(f"{name}[{key!r}]", source)
 
 
 def check_optional_path(name: str, path: str | None) -> str | None:

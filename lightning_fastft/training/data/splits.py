@@ -21,7 +21,7 @@ from lightning_fastft.core.checks import (
 )
 from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
-from lightning_fastft.packing.reading.sources import REJECTED, is_mixture
+from lightning_fastft.packing.reading.sources import REJECTED, is_mapping
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.rejects import is_rejects
 from lightning_fastft.packing.step_plan import StepPlan
@@ -34,6 +34,7 @@ from lightning_fastft.training.data.images import find_image_encoder, make_docum
 from lightning_fastft.training.data.mixtures import MixedSource, mix_sources
 from lightning_fastft.training.data.options import (
     MOST_WORKERS,
+    check_evaluated,
     check_optional_path,
     check_source,
     count_processes,
@@ -46,6 +47,7 @@ from lightning_fastft.training.data.subsets import (
     choose_held_out,
     find_needs,
     name_source,
+    pack_named,
     warn_of_scores,
 )
 from lightning_fastft.training.data.trainer_facts import (
@@ -103,8 +105,8 @@ class SplitDataModule(LightningDataModule):
         self.max_reject_share = check_share("max_reject_share", max_reject_share)
         self.rejected_path = check_optional_path("rejected_path", rejected_path)
         self.show_progress = check_bool("show_progress", show_progress)
-        for split in SPLITS[1:]:
-            check_source(f"{split}_paths", sources[split])
+        for split, check in (("val", check_evaluated), ("test", check_evaluated), ("predict", check_source)):
+            check(f"{split}_paths", sources[split])
         check_tokenizer(tokenizer)
         if val_share and sources["val"] is not None:
             rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
@@ -112,11 +114,13 @@ class SplitDataModule(LightningDataModule):
         self._sources = sources
         self._given_tokenizer = tokenizer
         self._tokenizer: Any = tokenizer_of(tokenizer)
-        self._weights: dict[str, float] | None = dict(sources["train"]) if is_mixture(sources["train"]) else None
+        self._weights: dict[str, float] | None = dict(sources["train"]) if is_mapping(sources["train"]) else None
         self._mixture: list[MixedSource] = []
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
         self._subsets: dict[str, DocumentSubset] = {}
         self._packs: dict[str, Packs] = {}
+        # Documents and packs of each named set of a split.
+        self._named: dict[str, dict[str, tuple[DocumentSubset, Packs]]] = {}
         self._is_model_checked = False
         # Facts of a loop without a Trainer, such as one under Fabric.
         self.loop: LoopFacts | None = None
@@ -155,6 +159,10 @@ class SplitDataModule(LightningDataModule):
         there is no such data.
         """
         return self._packs.get(check_choice("split", split, SPLITS))
+
+    def named_sets(self, split: str) -> dict[str, tuple[DocumentSubset, Packs]]:
+        """Return documents and packs of each named set of "val" or "test"; empty for data without names."""
+        return self._named.get(check_choice("split", split, SPLITS), {})
 
     @property
     def mixture(self) -> list[MixedSource]:
@@ -256,7 +264,13 @@ class SplitDataModule(LightningDataModule):
                     f"val_share={self.val_share} of {len(datasets['train'])} examples leaves none to {split}."
                 )
             self._subsets[split] = subset
-            self._packs[split] = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
+            sources = self._sources[split]
+            if split == "train" or not is_mapping(sources):
+                self._packs[split] = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
+                continue
+            self._named[split], self._packs[split] = pack_named(
+                split, [*sources], datasets[split], make_subset=self._make_subset, max_tokens=self.max_tokens
+            )
 
     def _mix(self, subset: DocumentSubset, *, weights: Mapping[str, float]) -> DocumentSubset:
         """Return the documents that an epoch of a mixture trains, repeats included."""
@@ -284,19 +298,15 @@ class SplitDataModule(LightningDataModule):
 
     # Loaders of the splits that are evaluated.
 
-    def val_dataloader(self) -> PackedLoader | list[PackedLoader]:
-        """Return the validation packs of this rank, in the same order every time; an empty list where there is no
-        validation data.
-        """
+    def val_dataloader(self) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
+        """Return a loader of this rank's validation packs, in a fixed order, or one for each name; [] without data."""
         return self._evaluation_loader("val")
 
-    def test_dataloader(self) -> PackedLoader | list[PackedLoader]:
-        """Return the test packs of this rank, in the same order every time; an empty list where there is no test
-        data.
-        """
+    def test_dataloader(self) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
+        """Return the test packs of this rank, in the form of val_dataloader."""
         return self._evaluation_loader("test")
 
-    def predict_dataloader(self) -> PackedLoader | list[PackedLoader]:
+    def predict_dataloader(self) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
         """Return the packs of this rank to predict from, in the same order every time.
 
         Raises:
@@ -309,10 +319,15 @@ class SplitDataModule(LightningDataModule):
             )
         return self._evaluation_loader("predict")
 
-    def _evaluation_loader(self, split: str) -> PackedLoader | list[PackedLoader]:
+    def _evaluation_loader(self, split: str) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
         if split not in self._subsets:
             return []
-        stream = self._evaluation_stream(split, self._subsets[split], self._packs[split])
+        if named := self.named_sets(split):
+            return {name: self._load(split, subset, packs) for name, (subset, packs) in named.items()}
+        return self._load(split, self._subsets[split], self._packs[split])
+
+    def _load(self, split: str, subset: DocumentSubset, packs: Packs) -> PackedLoader:
+        stream = self._evaluation_stream(split, subset, packs)
         return PackedLoader(
             lambda: stream,
             num_batches=stream.plan.num_micro_batches,

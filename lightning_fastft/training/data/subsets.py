@@ -5,7 +5,7 @@ Axes: N documents of a data set.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.needs import DataNeeds
-from lightning_fastft.packing.reading.sources import is_mixture
+from lightning_fastft.packing.packs import Packs, join_packs, pack_best_fit_decreasing
+from lightning_fastft.packing.reading.sources import is_mapping
 from lightning_fastft.packing.rows.formats import ALTERNATIVES, COLUMNS, TUNERS
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.dataset import TokenizedDataset
@@ -33,7 +34,7 @@ def find_needs(module: LightningModule | None) -> DataNeeds | None:
 
 def name_source(source: object) -> str:
     """Return how messages name a source."""
-    if is_mixture(source):
+    if is_mapping(source):
         return " and ".join(map(repr, source))
     return repr(source) if isinstance(source, (str, Path)) else type(source).__name__
 
@@ -126,6 +127,35 @@ def warn_of_scores(dataset: TokenizedDataset, *, module: LightningModule | None)
             f"Rows of the training data have a margin, which {name} does not read. RewardTuner does; remove the column "
             "if no margin is wanted."
         )
+
+
+def pack_named(
+    split: str,
+    names: Sequence[str],
+    dataset: TokenizedDataset,
+    *,
+    make_subset: Callable[[TokenizedDataset, np.ndarray], DocumentSubset],
+    max_tokens: int,
+) -> tuple[dict[str, tuple[DocumentSubset, Packs]], Packs]:
+    """Return documents and packs of each named set of a split, and the packs of all sets.
+
+    Raises:
+        DataError: A set has no documents.
+    """
+    set_N = np.repeat(np.arange(len(names)), dataset.report.documents_per_entry)
+    number_N = {name: np.flatnonzero(set_N == index) for index, name in enumerate(names)}
+    empty = [name for name in names if not len(number_N[name])]
+    if empty:
+        raise DataError(
+            f"The {split} data {empty[0]!r} holds no usable example. Remove the name, or correct the rows that are "
+            "rejected."
+        )
+    subsets = {name: make_subset(dataset, number_N[name]) for name in names}
+    found = {
+        name: (subset, pack_best_fit_decreasing(subset.length_N, max_tokens=max_tokens))
+        for name, subset in subsets.items()
+    }
+    return found, join_packs([(packs, number_N[name]) for name, (_, packs) in found.items()])
 
 
 def can_share_prompts(option: bool | str, module: LightningModule | None, *, name: object = None) -> bool:
