@@ -24,8 +24,15 @@ from lightning_fastft.cli.words import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.layer_forms import LAYERS
+from lightning_fastft.fused.layer_parts import form_of, has_own_mixer, own_class
 from lightning_fastft.hf.expert_nf4 import check_experts
-from lightning_fastft.hf.families import FAMILIES, check_servable, find_sharing_obstacle, is_on_interface
+from lightning_fastft.hf.families import (
+    FAMILIES,
+    check_servable,
+    decoder_layers,
+    find_sharing_obstacle,
+    is_on_interface,
+)
 from lightning_fastft.hf.images import IMAGE_FAMILIES
 from lightning_fastft.hf.lora_targets import find_default_targets, shorten
 from lightning_fastft.hf.mixers import MIXERS
@@ -44,6 +51,7 @@ MORE_FAMILIES = (
 )
 # What a configuration leaves open in its defaults.
 LEFT_OPEN = {
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "ministral": {"head_dim": 128},
 }
@@ -80,12 +88,8 @@ def write_support() -> str:
         if refusal:
             refusals.append(f"- `{family}`: {refusal}")
         kernels = ", ".join(FAMILIES.get(family, ())) or ("" if refusal else "by head shape")
-        forms = [LAYERS[kind] for kind in {type(module).__name__ for module in model.modules()} & set(LAYERS)]
-        whole = "yes, mixers as modules" if family in MIXERS else YES
-        fused = NO if not forms else "norms and blocks" if forms[0].has_own_mixer else whole
-        lines.append(
-            f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |"
-        )
+        judged = (packed, kernels or NO, _judge_fusion(model), _judge_experts(model), _judge_nf4(model))
+        lines.append(f"| {family} | {' | '.join(judged)} |")
     lines += [
         "\nThe option `attention` chooses one of the kernels in a row: our own (tiled: Hopper, heads of 64 or 128 "
         "columns),",
@@ -266,8 +270,17 @@ def _judge_packing(family: str, model: Any) -> tuple[str, str]:
     try:
         check_servable(model)
     except UnsupportedModelError as error:
-        return "refused", str(error).partition("documents: ")[2].partition(". attention=")[0]
+        return "refused", str(error).partition("documents: ")[2].partition(". Use attention=")[0]
     return ("tested" if family in FAMILIES else "on the interface"), ""
+
+
+def _judge_fusion(model: Any) -> str:
+    """Return what `FusedKernels` fuses of the layers of a model."""
+    layers = [layer for layer in decoder_layers(model) if own_class(layer).__name__ in LAYERS]
+    if not layers:
+        return NO
+    as_modules = [has_own_mixer(layer, form_of(layer)) for layer in layers]
+    return "norms and blocks" if all(as_modules) else "yes, mixers as modules" if any(as_modules) else YES
 
 
 def _judge_experts(model: Any) -> str:
