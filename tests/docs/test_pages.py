@@ -108,7 +108,7 @@ def test_commands_are_taken_by_the_command_line(page, tmp_path, monkeypatch):
             for name in (word for word in words if word.startswith("exported/") and word == words[0]):
                 (tmp_path / name).mkdir(parents=True, exist_ok=True)
             if not any(name.isupper() for name in words[:1]) and words != ["--help"]:
-                import_module(f"lightning_fastft.cli.{command}")._read_question(words)
+                import_module(f"lightning_fastft.cli.{command}")._parse_args(words)
             continue
         if command in ("demo", "bench", "convert"):
             continue
