@@ -149,7 +149,7 @@ class OffloadCheckpointing:
         layers: Sequence[nn.Module],
         patcher: ModelPatcher,
         *,
-        stacks: Iterable[nn.Module] = (),
+        containers: Iterable[nn.Module] = (),
         environment: RunEnvironment | None = None,
         weights: FrozenWeights | None = None,
         gathered: GatheredWeights | None = None,
@@ -161,7 +161,7 @@ class OffloadCheckpointing:
         Args:
             layers: Decoder layers, in the order in which they run.
             patcher: Records every change.
-            stacks: Modules around the layers with the checkpointing flag of transformers, which disables their
+            containers: Modules around the layers with the checkpointing flag of transformers, which disables their
                 key/value cache.
             environment: Environment of the run; None for a single process without a strategy.
             weights: The frozen weights of the layers; None if they cannot move to the host.
@@ -170,7 +170,7 @@ class OffloadCheckpointing:
             name: Name of the status; each of several models has its own.
 
         Returns:
-            The statuses.
+            The status.
 
         Raises:
             SwapError: There is no layer.
@@ -183,8 +183,8 @@ class OffloadCheckpointing:
         """
         if not layers:
             raise SwapError("There is no decoder layer to attach activation checkpointing to.")
-        stacks = list(stacks)
-        checkpointed = [module for module in [*layers, *stacks] if getattr(module, "gradient_checkpointing", False)]
+        containers = list(containers)
+        checkpointed = [module for module in [*layers, *containers] if getattr(module, "gradient_checkpointing", False)]
         describe_gathered: Callable[[], str] = str
         trained_bytes = 0
         if gathered is not None and self.options.weights == "resident":
@@ -214,7 +214,7 @@ class OffloadCheckpointing:
         patcher.add_undo(functools.partial(self._detach, stack))
         for layer, segment in zip(layers, stack.segments):
             _take_over(layer, segment.run, patcher)
-        for module in stacks:
+        for module in containers:
             patcher.set_attribute(module, "gradient_checkpointing", True)
         taken_over = ", taken over from the model's own checkpointing" if checkpointed else ""
         parts = [self.describe(), f"{len(layers)} layers{taken_over}", describe_gathered()]
@@ -237,12 +237,7 @@ class OffloadCheckpointing:
         """
         return [
             *([] if self._capped_device is None else [self._describe_cap(self._capped_device)]),
-            *(
-                status
-                for stack in self.stacks
-                if stack.weights.streamed is not None
-                for status in stack.weights.streamed.statuses
-            ),
+            *(status for stack in self.stacks for status in stack.weights.statuses),
         ]
 
     @property
