@@ -284,7 +284,9 @@ class OffloadCheckpointing:
 
     @property
     def can_step_down(self) -> bool:
-        """Whether ``step_down`` may find less to use under policy "auto"."""
+        """Whether ``step_down`` may find less to use; only policy "auto" has other plans."""
+        if self.policy != "auto":
+            return False
         return self.advice() is not None or any(stack.measurement.is_keeping or stack.can_tile for stack in self.stacks)
 
     def step_down(self) -> bool:
@@ -292,7 +294,7 @@ class OffloadCheckpointing:
         return any(stack.step_down() for stack in self.stacks)
 
     def advice(self) -> str | None:
-        """Return the options for a restart after the device ran out of memory; None if policy "auto" has none left."""
+        """Return the options for a restart after the device ran out of memory; None if a plan has none left."""
         peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
         if peaks:
             # A full device has less memory than planned, so plan for less; a cap can be raised.

@@ -435,6 +435,14 @@ def test_stepping_down_is_for_plans():
     assert not Attached(vram_budget=1000).checkpointing.step_down()
 
 
+def test_a_fixed_policy_with_streamed_weights_has_no_smaller_plan():
+    attached = Attached(adapted(), policy="recompute", weights="stream")
+    attached.step()
+    assert attached.stack.weights.streamed is not None
+    assert not attached.checkpointing.can_step_down
+    assert "mlp_tiles=8" in attached.checkpointing.remedy()
+
+
 def _no_host_memory(streams):
     raise HostMemoryError("planted")
 
