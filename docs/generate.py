@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ForwardRef, Literal, get_args, get_origin
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -338,7 +338,9 @@ def _describe_public(name: str, value: Any) -> list[str]:
     sections = parse_docstring(inspect.getdoc(value) or "")
     lines = [f"## {name}\n", *sections["Summary"], ""]
     meanings = read_meanings(value)
-    parameters = dict(inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters)
+    # The fields of a NamedTuple are arguments of its ``__new__``.
+    has_init = inspect.isclass(value) and value.__init__ is not object.__init__
+    parameters = dict(inspect.signature(value.__init__ if has_init else value).parameters)
     if meanings.get("options") == f"Options of ``{name}``.":
         # Its base is no public name: list the base's options here.
         del parameters["options"]
@@ -351,7 +353,7 @@ def _describe_public(name: str, value: Any) -> list[str]:
     if options:
         lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{option.name}` | `{_cell(_type_of(option, value))}` | {_default_of(option)} "
+            f"| `{_name_of(option)}` | `{_cell(_type_of(option, value))}` | {_default_of(option)} "
             f"| {_cell(meanings[option.name])} |"
             for option in options
         ] + [""]
@@ -422,8 +424,10 @@ def _entries(lines: list[str]) -> Iterator[tuple[str, str]]:
 def _type_of(option: inspect.Parameter, owner: Any) -> str:
     """Return the type of an option of a class or function; the choices in place of the name of a Literal."""
     found = option.annotation
+    if isinstance(found, ForwardRef):
+        found = found.__forward_arg__
     for place in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
-        alias = vars(sys.modules[place.__module__]).get(found) if isinstance(found, str) else None
+        alias = vars(sys.modules[place.__module__]).get(found) if isinstance(found, str) else found
         if get_origin(alias) is Literal:
             return f"Literal[{', '.join(map(repr, get_args(alias)))}]"
     return (
@@ -435,7 +439,13 @@ def _type_of(option: inspect.Parameter, owner: Any) -> str:
     )
 
 
+def _name_of(option: inspect.Parameter) -> str:
+    return f"**{option.name}" if option.kind is option.VAR_KEYWORD else option.name
+
+
 def _default_of(option: inspect.Parameter) -> str:
+    if option.kind is option.VAR_KEYWORD:
+        return ""
     if option.default is inspect.Parameter.empty:
         return "required"
     # The text of a function holds its address.

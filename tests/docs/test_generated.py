@@ -62,6 +62,8 @@ def test_page_of_options_is_what_signatures_say(generate):
     text = generate.write_options()
     assert (ROOT / "docs/options.md").read_text() == text, AGAIN
     assert set(re.findall(r"^## (\w+)$", text, flags=re.MULTILINE)) == {*lightning_fastft.__all__, "Commands"}
+    assert "| `segment_lengths` | `tuple[int, ...]` | `()` |" in text, "fields of a NamedTuple"
+    assert "| `**options` | `Any` |  | Options of ``FineTuner``. |" in text, "not a required option"
 
 
 def test_every_option_of_a_public_class_is_described(generate):
