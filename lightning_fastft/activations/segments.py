@@ -288,14 +288,14 @@ class Session:
         if self.segment.last_point == name:
             self.segment.last_point = None
 
-    def run_last(self, name: str, run: Callable[[], torch.Tensor], *, anew: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run_last(self, name: str, run: Callable[[], torch.Tensor], *, full: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a point that may be the last to save tensors in the layer, and skip its output if it is not needed.
 
         Args:
             name: Name of the point.
             run: Computes the output; in a recompute that ends here (``is_last``) it may return any tensor of the same
                 shape.
-            anew: Computes the full output, without gradients; called if the recompute continued, because the output
+            full: Computes the full output, without gradients; called if the recompute continued, because the output
                 may then be read.
         """
         is_unneeded = self.is_last(name)
@@ -303,7 +303,7 @@ class Session:
             out = run()
         if is_unneeded:
             with torch.no_grad():
-                out.data = anew()
+                out.data = full()
         return out
 
     def pack_input(self, tensor: torch.Tensor) -> torch.Tensor | HostAllocation:

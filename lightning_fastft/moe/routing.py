@@ -135,7 +135,7 @@ def run_experts(
     return point.session.run_last(
         point.last,
         lambda: _RoutedExperts.apply(call, x_TD, weight_TK, *tensors),
-        anew=lambda: _RoutedExperts.apply(call._replace(point=None), x_TD, weight_TK, *tensors),
+        full=lambda: _RoutedExperts.apply(call._replace(point=None), x_TD, weight_TK, *tensors),
     )
 
 

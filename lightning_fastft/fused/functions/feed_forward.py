@@ -226,7 +226,7 @@ def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwa
     """Run the last Function of a layer, whose output a recompute may not need."""
     if call.session is None:
         return run(call)
-    return call.session.run_last(point, lambda: run(call), anew=lambda: run(call._replace(session=None)))
+    return call.session.run_last(point, lambda: run(call), full=lambda: run(call._replace(session=None)))
 
 
 def _restore(ctx: Any, others: Sequence[torch.Tensor]) -> tuple[_FeedForwardCall, tuple[Sequence[torch.Tensor], ...]]:
