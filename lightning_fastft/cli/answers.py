@@ -29,7 +29,7 @@ _FUNCTION = re.compile(
 # A value of an optimizer or a scheduler.
 _FUNCTION_VALUE = re.compile(
     r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?callable class: Parser key "(\w+)":\s+'
-    r"Expected a <class '(int|float|bool)'>\. Got value: (.+?)\. Got value"
+    r"Expected a (?:<class '(int|float|bool)'>|typing\.Literal\[(.+?)\])\. Got value: (.+?)\. Got value"
 )
 # What a value must be, by the type that the parser expects.
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
@@ -67,6 +67,7 @@ _BASE_CALLBACK = re.compile(
 )
 # A class that the parser tries for a list of callbacks, and for one.
 _TWICE = re.compile(r"(\n\s*- Problem with given class_path '[^']+':(?:\n(?!\s*- ).*)+)\1")
+_TEXT_BEFORE_CLASS = re.compile(r"\n\s*- Expected a <class 'str'>(?=\n\s*- Problem with given class_path)")
 _CLASS_TRIED = re.compile(r"Problem with given class_path '([^']+)'")
 _ERROR = re.compile(r"^\s*- (?!Expected a <class 'NoneType'>)", re.MULTILINE)
 # Functions of transformers that read files of a folder or the hub.
@@ -129,9 +130,9 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
     ]
     reason = " ".join(dict.fromkeys(filter(None, kept))) or message.strip()
     # The option of a class has a parser of its own.
-    inner = _INNER_KEY.match(reason) if key else None
-    where = f"{key[1]}.{inner[1]}: " if key and inner else where
-    reason = reason[inner.end() :] if inner else reason
+    while key and (inner := _INNER_KEY.match(reason)):
+        where = f"{where.removesuffix(': ')}.{inner[1]}: "
+        reason = reason[inner.end() :]
     got = re.search(r", got '([^']*)'$", reason)
     hint = hint_value(where.removesuffix(": "), got[1]) if got else ""
     return f"error: {where}{reason}\n{hint}{last_line}"
@@ -144,7 +145,7 @@ def _keep_type_meant(message: str) -> str:
         message = kept if _ERROR.search(kept) else message
     if len(set(_CLASS_TRIED.findall(message))) > 1:
         message = _BASE_CALLBACK.sub("", message)
-    return _TWICE.sub(r"\1", message)
+    return _TWICE.sub(r"\1", _TEXT_BEFORE_CLASS.sub("", message))
 
 
 def _explain_special(message: str, lines: list[str], *, where: str, configs: Collection[str]) -> str:
@@ -197,7 +198,8 @@ def _explain_function(message: str, where: str) -> str:
     value = _FUNCTION_VALUE.search(message)
     if value:
         option = f"{where.removesuffix(': ')}.{value[1]}.{value[2]}"
-        return f"error: {option}: must be {_KINDS[value[3]]}, got {value[4]!r}\n"
+        allowed = _KINDS[value[3]] if value[3] else f"one of {value[4]}"
+        return f"error: {option}: must be {allowed}, got {value[5]!r}\n"
     function = _FUNCTION.search(message)
     if not function:
         return ""

@@ -91,6 +91,14 @@ def test_refused_choice_answers_with_the_value_and_the_choices(words, reason, fo
             "model.optimizer.weight_decay: must be a number, got 'x'",
         ),
         (
+            ["--model.optimizer", "lightning_fastft.optim.FusedAdamW", "--model.optimizer.optim_bits", "4"],
+            "model.optimizer.optim_bits: must be one of 8, 32, got '4'",
+        ),
+        (
+            ["--config", "strategy.yaml"],
+            "trainer.strategy.activations.policy: must be one of 'auto', 'keep', 'offload', 'recompute', got 'autoo'",
+        ),
+        (
             ["--trainer.callbacks+=HostWaitDetector", "--trainer.callbacks.on_wait", "rise"],
             "trainer.callbacks.on_wait: must be one of 'report', 'warn', 'raise', got 'rise'",
         ),
@@ -102,6 +110,9 @@ def test_refused_choice_answers_with_the_value_and_the_choices(words, reason, fo
 )
 def test_value_that_a_class_refuses_answers_with_the_reason_of_the_class(words, reason, folder, answer):
     (folder / "y.jsonl").write_text('{"text": "one two"}\n')
+    activations = {"class_path": "lightning_fastft.OffloadCheckpointing", "init_args": {"policy": "autoo"}}
+    strategy = {"class_path": "lightning_fastft.FastFTStrategy", "init_args": {"activations": activations}}
+    (folder / "strategy.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
     status, text = answer(["fit", "--model.model", "x", "--data.paths", "y.jsonl", "--trainer.max_steps", "1", *words])
     lines = [line for line in text.splitlines() if line.startswith(("error", "hint"))]
     assert status == 2
