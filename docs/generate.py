@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ForwardRef, Literal, get_args, get_origin
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,8 +24,15 @@ from lightning_fastft.cli.words import CONFIG_FOLDER, config_names
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.fused.layer_forms import LAYERS
+from lightning_fastft.fused.layer_parts import form_of, has_own_mixer, own_class
 from lightning_fastft.hf.expert_nf4 import check_experts
-from lightning_fastft.hf.families import FAMILIES, check_servable, find_sharing_obstacle, is_on_interface
+from lightning_fastft.hf.families import (
+    FAMILIES,
+    check_servable,
+    decoder_layers,
+    find_sharing_obstacle,
+    is_on_interface,
+)
 from lightning_fastft.hf.images import IMAGE_FAMILIES
 from lightning_fastft.hf.lora_targets import find_default_targets, shorten
 from lightning_fastft.hf.mixers import MIXERS
@@ -44,6 +51,7 @@ MORE_FAMILIES = (
 )
 # What a configuration leaves open in its defaults.
 LEFT_OPEN = {
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "ministral": {"head_dim": 128},
 }
@@ -80,12 +88,8 @@ def write_support() -> str:
         if refusal:
             refusals.append(f"- `{family}`: {refusal}")
         kernels = ", ".join(FAMILIES.get(family, ())) or ("" if refusal else "by head shape")
-        forms = [LAYERS[kind] for kind in {type(module).__name__ for module in model.modules()} & set(LAYERS)]
-        whole = "yes, mixers as modules" if family in MIXERS else YES
-        fused = NO if not forms else "norms and blocks" if forms[0].has_own_mixer else whole
-        lines.append(
-            f"| {family} | {packed} | {kernels or NO} | {fused} | {_judge_experts(model)} | {_judge_nf4(model)} |"
-        )
+        judged = (packed, kernels or NO, _judge_fusion(model), _judge_experts(model), _judge_nf4(model))
+        lines.append(f"| {family} | {' | '.join(judged)} |")
     lines += [
         "\nThe option `attention` chooses one of the kernels in a row: our own (tiled: Hopper, heads of 64 or 128 "
         "columns),",
@@ -266,8 +270,17 @@ def _judge_packing(family: str, model: Any) -> tuple[str, str]:
     try:
         check_servable(model)
     except UnsupportedModelError as error:
-        return "refused", str(error).partition("documents: ")[2].partition(". attention=")[0]
+        return "refused", str(error).partition("documents: ")[2].partition(". Use attention=")[0]
     return ("tested" if family in FAMILIES else "on the interface"), ""
+
+
+def _judge_fusion(model: Any) -> str:
+    """Return what `FusedKernels` fuses of the layers of a model."""
+    layers = [layer for layer in decoder_layers(model) if own_class(layer).__name__ in LAYERS]
+    if not layers:
+        return NO
+    as_modules = [has_own_mixer(layer, form_of(layer)) for layer in layers]
+    return "norms and blocks" if all(as_modules) else "yes, mixers as modules" if any(as_modules) else YES
 
 
 def _judge_experts(model: Any) -> str:
@@ -325,7 +338,9 @@ def _describe_public(name: str, value: Any) -> list[str]:
     sections = parse_docstring(inspect.getdoc(value) or "")
     lines = [f"## {name}\n", *sections["Summary"], ""]
     meanings = read_meanings(value)
-    parameters = dict(inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters)
+    # The fields of a NamedTuple are arguments of its ``__new__``.
+    has_init = inspect.isclass(value) and value.__init__ is not object.__init__
+    parameters = dict(inspect.signature(value.__init__ if has_init else value).parameters)
     if meanings.get("options") == f"Options of ``{name}``.":
         # Its base is no public name: list the base's options here.
         del parameters["options"]
@@ -338,7 +353,7 @@ def _describe_public(name: str, value: Any) -> list[str]:
     if options:
         lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
         lines += [
-            f"| `{option.name}` | `{_cell(_type_of(option, value))}` | {_default_of(option)} "
+            f"| `{_name_of(option)}` | `{_cell(_type_of(option, value))}` | {_default_of(option)} "
             f"| {_cell(meanings[option.name])} |"
             for option in options
         ] + [""]
@@ -409,8 +424,10 @@ def _entries(lines: list[str]) -> Iterator[tuple[str, str]]:
 def _type_of(option: inspect.Parameter, owner: Any) -> str:
     """Return the type of an option of a class or function; the choices in place of the name of a Literal."""
     found = option.annotation
+    if isinstance(found, ForwardRef):
+        found = found.__forward_arg__
     for place in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
-        alias = vars(sys.modules[place.__module__]).get(found) if isinstance(found, str) else None
+        alias = vars(sys.modules[place.__module__]).get(found) if isinstance(found, str) else found
         if get_origin(alias) is Literal:
             return f"Literal[{', '.join(map(repr, get_args(alias)))}]"
     return (
@@ -422,7 +439,13 @@ def _type_of(option: inspect.Parameter, owner: Any) -> str:
     )
 
 
+def _name_of(option: inspect.Parameter) -> str:
+    return f"**{option.name}" if option.kind is option.VAR_KEYWORD else option.name
+
+
 def _default_of(option: inspect.Parameter) -> str:
+    if option.kind is option.VAR_KEYWORD:
+        return ""
     if option.default is inspect.Parameter.empty:
         return "required"
     # The text of a function holds its address.

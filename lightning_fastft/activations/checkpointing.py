@@ -150,7 +150,7 @@ class OffloadCheckpointing:
         layers: Sequence[nn.Module],
         patcher: ModelPatcher,
         *,
-        stacks: Iterable[nn.Module] = (),
+        containers: Iterable[nn.Module] = (),
         environment: RunEnvironment | None = None,
         weights: FrozenWeights | None = None,
         gathered: GatheredWeights | None = None,
@@ -162,7 +162,7 @@ class OffloadCheckpointing:
         Args:
             layers: Decoder layers, in the order in which they run.
             patcher: Records every change.
-            stacks: Modules around the layers with the checkpointing flag of transformers, which disables their
+            containers: Modules around the layers with the checkpointing flag of transformers, which disables their
                 key/value cache.
             environment: Environment of the run; None for a single process without a strategy.
             weights: The frozen weights of the layers; None if they cannot move to the host.
@@ -171,7 +171,7 @@ class OffloadCheckpointing:
             name: Name of the status; each of several models has its own.
 
         Returns:
-            The statuses.
+            The status.
 
         Raises:
             SwapError: There is no layer.
@@ -184,8 +184,8 @@ class OffloadCheckpointing:
         """
         if not layers:
             raise SwapError("There is no decoder layer to attach activation checkpointing to.")
-        stacks = list(stacks)
-        checkpointed = [module for module in [*layers, *stacks] if getattr(module, "gradient_checkpointing", False)]
+        containers = list(containers)
+        checkpointed = [module for module in [*layers, *containers] if getattr(module, "gradient_checkpointing", False)]
         describe_gathered: Callable[[], str] = str
         trained_bytes = 0
         if gathered is not None and self.options.weights == "resident":
@@ -215,7 +215,7 @@ class OffloadCheckpointing:
         patcher.add_undo(functools.partial(self._detach, stack))
         for layer, segment in zip(layers, stack.segments):
             _take_over(layer, segment.run, patcher)
-        for module in stacks:
+        for module in containers:
             patcher.set_attribute(module, "gradient_checkpointing", True)
         taken_over = ", taken over from the model's own checkpointing" if checkpointed else ""
         parts = [self.describe(), f"{len(layers)} layers{taken_over}", describe_gathered()]
@@ -238,12 +238,7 @@ class OffloadCheckpointing:
         """
         return [
             *([] if self._capped_device is None else [self._describe_cap(self._capped_device)]),
-            *(
-                status
-                for stack in self.stacks
-                if stack.weights.streamed is not None
-                for status in stack.weights.streamed.statuses
-            ),
+            *(status for stack in self.stacks for status in stack.weights.statuses),
         ]
 
     @property
@@ -290,7 +285,9 @@ class OffloadCheckpointing:
 
     @property
     def can_step_down(self) -> bool:
-        """Whether ``step_down`` may find less to use under policy "auto"."""
+        """Whether ``step_down`` may find less to use; only policy "auto" has other plans."""
+        if self.policy != "auto":
+            return False
         return self.advice() is not None or any(stack.measurement.is_keeping or stack.can_tile for stack in self.stacks)
 
     def step_down(self) -> bool:
@@ -298,7 +295,7 @@ class OffloadCheckpointing:
         return any(stack.step_down() for stack in self.stacks)
 
     def advice(self) -> str | None:
-        """Return the options for a restart after the device ran out of memory; None if policy "auto" has none left."""
+        """Return the options for a restart after the device ran out of memory; None if a plan has none left."""
         peaks = [stack.plan.prediction.peak_bytes for stack in self.stacks if stack.plan is not None]
         if peaks:
             # A full device has less memory than planned, so plan for less; a cap can be raised.

@@ -92,9 +92,9 @@ class PlannedStack:
         host_budget, machine = self._host_budget(), measure_machine(device)
         for attempt in range(_MAX_NOTCHES):
             plan = self._best_plan(vram_budget=vram_budget, host_budget=host_budget, machine=machine)
+            # All ranks follow one plan; this rank discards its own.
             if not self._has_agreed or self.environment.plans_together:
                 self._has_agreed, plan = True, self.environment.agree(plan)
-            # Discard the plan that this rank would have made alone.
             if self.weights.streamed is None and any(segment.is_streamed for segment in plan.segments):
                 plan = self._stream_for(plan, device, vram_budget=vram_budget, host_budget=host_budget, machine=machine)
             try:

@@ -185,13 +185,13 @@ class StepProbe(SegmentObserver):
         self._backward_segment = segment.index
         self._reached.add(segment.index)
 
-    def replay_begins(self, segment: Segment) -> None:
+    def recompute_begins(self, segment: Segment) -> None:
         """Record the start of a recompute."""
-        self._note("replay", segment)
+        self._note("recompute", segment)
 
-    def replay_ends(self, segment: Segment) -> None:
+    def recompute_ends(self, segment: Segment) -> None:
         """Record the end of a recompute."""
-        self._note("replay end", segment)
+        self._note("recompute end", segment)
 
     def value_begins(self, segment: Segment, name: str) -> None:
         """Record the start of a value."""
@@ -255,7 +255,7 @@ class StepProbe(SegmentObserver):
     def _times(self, segments: Sequence[Segment]) -> _Times:
         indices, last = [segment.index for segment in segments], segments[-1].index
         forward = [self._between(("forward", index), ("forward end", index)) for index in indices]
-        recompute = [self._between(("replay", index), ("replay end", index)) for index in indices]
+        recompute = [self._between(("recompute", index), ("recompute end", index)) for index in indices]
         backward = self._backward_times(len(segments))
         values = [
             {
@@ -302,7 +302,7 @@ class StepProbe(SegmentObserver):
         for index in range(1, num_segments):
             if ("backward", index) in self._moments and ("backward", index - 1) in self._moments:
                 whole = self._between(("backward", index), ("backward", index - 1))
-                found[index] = max(0.0, whole - self._between(("replay", index), ("replay end", index)))
+                found[index] = max(0.0, whole - self._between(("recompute", index), ("recompute end", index)))
         usual = statistics.median(found.values()) if found else 0.0
         return [found.get(index, usual) for index in range(num_segments)]
 
@@ -369,7 +369,6 @@ def measure_machine(device: torch.device) -> Machine:
     host_out, host_in = (torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     on_device = [torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
-    seconds = []
     torch.cuda.synchronize(device)
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for stream in streams:

@@ -45,10 +45,10 @@ class SegmentObserver:
     def backward_begins(self, segment: Segment) -> None:
         """Called when the gradient of a segment's output is known."""
 
-    def replay_begins(self, segment: Segment) -> None:
+    def recompute_begins(self, segment: Segment) -> None:
         """Called before the recompute of a segment."""
 
-    def replay_ends(self, segment: Segment) -> None:
+    def recompute_ends(self, segment: Segment) -> None:
         """Called after the recompute, also if it ends early."""
 
     def value_begins(self, segment: Segment, name: str) -> None:
@@ -199,7 +199,7 @@ class Session:
 
     def __init__(self, segment: Segment, *, engine: OffloadEngine | None, group: Group | None) -> None:
         self.segment = segment
-        self.is_replay = False
+        self.is_recompute = False
         self._engine, self._group = engine, group
         self._held: dict[str, tuple[Callable[[], torch.Tensor], ...]] = {}
         self._counts: Counter[str] = Counter()
@@ -207,14 +207,14 @@ class Session:
         self._choice: RouterChoice | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run the layer in this session; the first run records, later runs replay."""
-        self.is_replay = self._num_runs > 0
+        """Run the layer in this session; the first run is the forward, later runs recompute it."""
+        self.is_recompute = self._num_runs > 0
         self._num_runs += 1
         self._counts.clear()
         segment, observer = self.segment, self.segment.observer
         outer, segment.session = segment.session, self
-        if self.is_replay and observer is not None:
-            observer.replay_begins(segment)
+        if self.is_recompute and observer is not None:
+            observer.recompute_begins(segment)
         try:
             if segment.has_router:
                 self._choice = RouterChoice(self.value)
@@ -225,8 +225,8 @@ class Session:
             # Break the reference cycle, so that an interrupted step frees its memory at once.
             self._choice = None
             segment.session = outer
-            if self.is_replay and observer is not None:
-                observer.replay_ends(segment)
+            if self.is_recompute and observer is not None:
+                observer.recompute_ends(segment)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -252,7 +252,7 @@ class Session:
             is_always_held: Store it on the device under any plan, because it is small and must not differ.
         """
         key = self._key(name)
-        if self.is_replay:
+        if self.is_recompute:
             held = self._held.pop(key, None)
             return compute() if held is None else tuple(read() for read in held)
         observer = self.segment.observer
@@ -268,7 +268,7 @@ class Session:
 
     def is_last(self, name: str) -> bool:
         """Return whether the recompute ends when this point saves its tensors, so that its output is not needed."""
-        return self.is_replay and self.segment.last_point == name
+        return self.is_recompute and self.segment.last_point == name
 
     def skip(self, name: str) -> None:
         """Skip the stored value of a call that is not made, so that the next call gets its own value."""
@@ -277,7 +277,7 @@ class Session:
     @contextmanager
     def watch_end(self, name: str) -> Iterator[None]:
         """Detect whether the recompute ends while this point saves its tensors."""
-        if not self.is_replay:
+        if not self.is_recompute:
             yield
             return
         try:
@@ -288,14 +288,14 @@ class Session:
         if self.segment.last_point == name:
             self.segment.last_point = None
 
-    def run_last(self, name: str, run: Callable[[], torch.Tensor], *, anew: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run_last(self, name: str, run: Callable[[], torch.Tensor], *, full: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a point that may be the last to save tensors in the layer, and skip its output if it is not needed.
 
         Args:
             name: Name of the point.
             run: Computes the output; in a recompute that ends here (``is_last``) it may return any tensor of the same
                 shape.
-            anew: Computes the full output, without gradients; called if the recompute continued, because the output
+            full: Computes the full output, without gradients; called if the recompute continued, because the output
                 may then be read.
         """
         is_unneeded = self.is_last(name)
@@ -303,7 +303,7 @@ class Session:
             out = run()
         if is_unneeded:
             with torch.no_grad():
-                out.data = anew()
+                out.data = full()
         return out
 
     def pack_input(self, tensor: torch.Tensor) -> torch.Tensor | HostAllocation:

@@ -26,6 +26,11 @@ _MISSING = re.compile(r"the following arguments are required: ([\w., ]+)")
 _FUNCTION = re.compile(
     r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?expects a function or a callable class: (.+?)(?:\. Got value|\n|$)'
 )
+# A value of an optimizer or a scheduler.
+_FUNCTION_VALUE = re.compile(
+    r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?callable class: Parser key "(\w+)":\s+'
+    r"Expected a (?:<class '(int|float|bool)'>|typing\.Literal\[(.+?)\])\. Got value: (.+?)\. Got value"
+)
 # What a value must be, by the type that the parser expects.
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _TYPE = re.compile(r"Expected a <class '(int|float|bool)'>(?:\. Got value: (.*))?")
@@ -51,6 +56,20 @@ _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. Give the full class path[^:]*: ([\w., ]+\w)")
 _INNER_KEY = re.compile(r"Problem with given class_path '[^']+': Parser key \"([\w.]+)\": ")
 _INNER_OWNER = re.compile(r"is not accepted\. Got value: Namespace\(class_path='(?!torch\.optim\.Optimizer')([^']+)'")
+# The parser has an error for each type of a union. A value with a class_path cannot have meant these types: texts, and
+# values without a class.
+_OTHER_TYPES = re.compile(
+    r"\n\s*- (?:Expected a <class 'str'>(?=\n)|Not a valid subclass of .+(?:\n\s+Subclass types.+(?:\n\s+- .+){4})?)"
+)
+# The base class, for which the parser reads the options of a callback again.
+_BASE_CALLBACK = re.compile(
+    r"\n\s*- Problem with given class_path 'lightning\.Callback':\n\s+Option .+ is not accepted"
+)
+# A class that the parser tries for a list of callbacks, and for one.
+_TWICE = re.compile(r"(\n\s*- Problem with given class_path '[^']+':(?:\n(?!\s*- ).*)+)\1")
+_TEXT_BEFORE_CLASS = re.compile(r"\n\s*- Expected a <class 'str'>(?=\n\s*- Problem with given class_path)")
+_CLASS_TRIED = re.compile(r"Problem with given class_path '([^']+)'")
+_ERROR = re.compile(r"^\s*- (?!Expected a <class 'NoneType'>)", re.MULTILINE)
 # Functions of transformers that read files of a folder or the hub.
 _READERS = ("from_pretrained", "cached_files", "cached_file")
 _NOISE = re.compile(
@@ -69,6 +88,7 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         hint: did you mean trainer.max_steps?
         hint: all options: fastft fit --help
     """
+    message = _keep_type_meant(message)
     lines = [line.strip() for line in message.strip().splitlines()]
     key = re.match(r'Parser key "([^"]+)":', lines[0])
     where = f"{key[1]}: " if key else ""
@@ -110,12 +130,22 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
     ]
     reason = " ".join(dict.fromkeys(filter(None, kept))) or message.strip()
     # The option of a class has a parser of its own.
-    inner = _INNER_KEY.match(reason) if key else None
-    where = f"{key[1]}.{inner[1]}: " if key and inner else where
-    reason = reason[inner.end() :] if inner else reason
+    while key and (inner := _INNER_KEY.match(reason)):
+        where = f"{where.removesuffix(': ')}.{inner[1]}: "
+        reason = reason[inner.end() :]
     got = re.search(r", got '([^']*)'$", reason)
     hint = hint_value(where.removesuffix(": "), got[1]) if got else ""
     return f"error: {where}{reason}\n{hint}{last_line}"
+
+
+def _keep_type_meant(message: str) -> str:
+    """Return an error of the parser without the errors of types that the value cannot have meant."""
+    if "class_path='" in message:
+        kept = _OTHER_TYPES.sub("", message)
+        message = kept if _ERROR.search(kept) else message
+    if len(set(_CLASS_TRIED.findall(message))) > 1:
+        message = _BASE_CALLBACK.sub("", message)
+    return _TWICE.sub(r"\1", _TEXT_BEFORE_CLASS.sub("", message))
 
 
 def _explain_special(message: str, lines: list[str], *, where: str, configs: Collection[str]) -> str:
@@ -125,10 +155,9 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
     if field:
         hint = f"did you mean {field[2]}?" if field[2] else "the fields are those of PEFT's LoraConfig"
         return f"error: {where}{field[1]}\nhint: {hint}\n"
-    function = _FUNCTION.search(message)
+    function = _explain_function(message, where)
     if function:
-        hint = _HINT_SCHEDULE if _SCHEDULE.search(message) else ""
-        return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n{hint}"
+        return function
     absent = _NO_ATTRIBUTE.search(message)
     if absent:
         module = sys.modules.get(absent[1])
@@ -162,6 +191,20 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
         )
         return f"error: {where.removesuffix(': ')}.{inner[1]}: must be {kinds}\n{advice}"
     return ""
+
+
+def _explain_function(message: str, where: str) -> str:
+    """Return the reason of an error about an optimizer or a scheduler; "" for others."""
+    value = _FUNCTION_VALUE.search(message)
+    if value:
+        option = f"{where.removesuffix(': ')}.{value[1]}.{value[2]}"
+        allowed = _KINDS[value[3]] if value[3] else f"one of {value[4]}"
+        return f"error: {option}: must be {allowed}, got {value[5]!r}\n"
+    function = _FUNCTION.search(message)
+    if not function:
+        return ""
+    hint = _HINT_SCHEDULE if _SCHEDULE.search(message) else ""
+    return f"error: {where}{function[1]}: {function[2].rstrip('. ')}\n{hint}"
 
 
 def explain_missing_files(error: OSError | ValueError) -> str:

@@ -43,16 +43,16 @@ def run_chat(words: Sequence[str]) -> int:
     Cost:
         One host sync per generated token.
     """
-    question = _read_question(words)
+    args = _parse_args(words)
     from lightning_fastft.cli.trained.opening import open_trained
 
-    opened = open_trained(question.request)
-    has_template = _uses_template(question, opened.module.tokenizer, name=opened.base)
+    opened = open_trained(args.request)
+    has_template = _uses_template(args, opened.module.tokenizer, name=opened.base)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         kind = "a chat" if has_template else "plain text to continue, without a chat template"
-        sys.stdout.write(f"{question.source}: {kind}. {HELP} lists the commands, {QUIT} ends it.\n")
-    begin: list[dict[str, str]] = [{"role": "system", "content": question.system}] if question.system else []
+        sys.stdout.write(f"{args.source}: {kind}. {HELP} lists the commands, {QUIT} ends it.\n")
+    begin: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
     history = begin
     while line := _read_line(is_terminal):
         # A byte that is not UTF-8 is read as a surrogate, which no tokenizer takes.
@@ -68,19 +68,19 @@ def run_chat(words: Sequence[str]) -> int:
             sys.stdout.write(f"There is no command {command}; {HELP} lists them.\n")
         elif command:
             asked = [*history, {"role": "user", "content": text}]
-            answer = _answer(opened.module, asked if has_template else text, question=question)
+            answer = _answer(opened.module, asked if has_template else text, args=args)
             if answer is not None and has_template:
                 history = [*asked, {"role": "assistant", "content": answer}]
     return 0
 
 
-def _uses_template(question: Namespace, tokenizer: Any, *, name: str) -> bool:
+def _uses_template(args: Namespace, tokenizer: Any, *, name: str) -> bool:
     """Return whether lines become messages of the chat template; refuse what the tokenizer cannot do."""
     if tokenizer is None:
         raise OptionError(f"{name} has no tokenizer, which chat needs. Save one in its folder.")
-    has_template = tokenizer.chat_template is not None and not question.plain
-    if question.system and not has_template:
-        reason = "--plain uses none" if question.plain else "the tokenizer has none"
+    has_template = tokenizer.chat_template is not None and not args.plain
+    if args.system and not has_template:
+        reason = "--plain uses none" if args.plain else "the tokenizer has none"
         raise OptionError(f"--system needs a chat template, and {reason}. Remove --system.")
     return has_template
 
@@ -100,18 +100,18 @@ def _read_line(is_terminal: bool) -> str:
     return line
 
 
-def _answer(module: FineTuner, prompt: Any, *, question: Namespace) -> str | None:
+def _answer(module: FineTuner, prompt: Any, *, args: Namespace) -> str | None:
     """Write an answer while it is generated and return it; None if it was interrupted."""
     from lightning_fastft.hf.generation import stream_to
 
     options: dict[str, Any] = {}
-    if question.temperature is not None:
-        is_sampled = question.temperature > 0
-        options = {"do_sample": is_sampled, **({"temperature": question.temperature} if is_sampled else {})}
+    if args.temperature is not None:
+        is_sampled = args.temperature > 0
+        options = {"do_sample": is_sampled, **({"temperature": args.temperature} if is_sampled else {})}
     try:
         [answer] = module.generate(
             [prompt],
-            max_new_tokens=question.max_new_tokens,
+            max_new_tokens=args.max_new_tokens,
             streamer=stream_to(_write, tokenizer=module.tokenizer),
             **options,
         )
@@ -127,7 +127,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _read_question(words: Sequence[str]) -> Namespace:
+def _parse_args(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("chat")
     arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")

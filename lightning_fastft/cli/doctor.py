@@ -115,7 +115,7 @@ def run_doctor(words: Sequence[str]) -> int:
         f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and tensors "
         "are counted below"
     )
-    sys.stdout.write(f"{describe_machine()}\n{model}\n\n{table.text}\n")
+    sys.stdout.write(f"{_describe_devices()}\n{model}\n\n{table.text}\n")
     return 0
 
 
@@ -189,7 +189,7 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def describe_machine() -> str:
+def _describe_devices() -> str:
     """Return the devices and the relevant package versions, one per line."""
     lines = []
     for number in range(torch.cuda.device_count()):

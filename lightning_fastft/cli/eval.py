@@ -48,20 +48,20 @@ def run_eval(words: Sequence[str]) -> int:
         DataError: The data cannot be read, or has no prompts to answer.
         MissingDependencyError: ``--tasks`` without lm-eval.
     """
-    question = _read_question(words)
+    args = _parse_args(words)
     from lightning_fastft.cli.trained.opening import open_trained
 
-    opened = open_trained(question.request)
-    results: dict[str, Any] = {"model": str(question.request.source)}
-    if question.data:
-        results |= _evaluate(opened.module, question)
-    if question.tasks:
-        results["tasks"] = _run_tasks(opened.module, question)
-    sys.stdout.write(json.dumps(results) + "\n" if question.json else _render(results))
+    opened = open_trained(args.request)
+    results: dict[str, Any] = {"model": str(args.request.source)}
+    if args.data:
+        results |= _evaluate(opened.module, args)
+    if args.tasks:
+        results["tasks"] = _run_tasks(opened.module, args)
+    sys.stdout.write(json.dumps(results) + "\n" if args.json else _render(results))
     return 0
 
 
-def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
+def _evaluate(module: FineTuner, args: Namespace) -> dict[str, Any]:
     """Return loss, perplexity and token accuracy of the labelled tokens, and exact matches if asked for."""
     from lightning.pytorch import Trainer
 
@@ -70,18 +70,18 @@ def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
 
     data = PackedDataModule(
         None,
-        test_paths=question.data,
-        max_tokens=question.max_tokens,
-        show_progress=not question.json,
-        **question.reading,
+        test_paths=args.data,
+        max_tokens=args.max_tokens,
+        show_progress=not args.json,
+        **args.reading,
     )
     trainer = Trainer(
-        accelerator=question.request.device.type,
+        accelerator=args.request.device.type,
         strategy=FastFTStrategy(),
         devices=1,
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=not question.json,
+        enable_progress_bar=not args.json,
         enable_model_summary=False,
     )
     try:
@@ -91,33 +91,33 @@ def _evaluate(module: FineTuner, question: Namespace) -> dict[str, Any]:
     subset = data.subset("test")
     assert subset is not None
     results = {
-        "data": question.data,
+        "data": args.data,
         "examples": len(subset),
         "labelled_tokens": int(subset.num_labelled_N.sum()),
         **{name.removeprefix("test_"): value for name, value in found.items()},
     }
-    if question.exact_match:
-        results |= _match(module, subset, question=question)
+    if args.exact_match:
+        results |= _match(module, subset, args=args)
     return results
 
 
-def _match(module: FineTuner, subset: DocumentSubset, *, question: Namespace) -> dict[str, Any]:
+def _match(module: FineTuner, subset: DocumentSubset, *, args: Namespace) -> dict[str, Any]:
     """Return the share of greedy answers that equal the text of the data, and their number."""
     from lightning_fastft.hf.generation import answer_prompts
     from lightning_fastft.packing.document import last_turn
 
     tokenizer = module.tokenizer
     if tokenizer is None:
-        raise OptionError(f"{question.request.source} has no tokenizer, which --exact-match needs. Save one there.")
-    turns = [last_turn(subset[number]) for number in range(len(subset))][: question.limit]
+        raise OptionError(f"{args.request.source} has no tokenizer, which --exact-match needs. Save one there.")
+    turns = [last_turn(subset[number]) for number in range(len(subset))][: args.limit]
     turns = [(prompt, answer) for prompt, answer in turns if prompt]
     if not turns:
         raise OptionError("--exact-match needs rows with a prompt, and every token here is trained. Remove it.")
     # Rows of like length share a batch.
     turns.sort(key=lambda turn: len(turn[0]))
     num_right = 0
-    for start in range(0, len(turns), question.batch_size):
-        prompts, expected = zip(*turns[start : start + question.batch_size])
+    for start in range(0, len(turns), args.batch_size):
+        prompts, expected = zip(*turns[start : start + args.batch_size])
         answers = answer_prompts(
             module.model,
             tokenizer=tokenizer,
@@ -129,13 +129,13 @@ def _match(module: FineTuner, subset: DocumentSubset, *, question: Namespace) ->
     return {"exact_match": num_right / len(turns), "answered": len(turns)}
 
 
-def _run_tasks(module: FineTuner, question: Namespace) -> dict[str, Any]:
+def _run_tasks(module: FineTuner, args: Namespace) -> dict[str, Any]:
     """Return the results of lm-eval by task."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(pretrained=module.model, tokenizer=module.tokenizer, batch_size=question.batch_size)
-    found = lm_eval.simple_evaluate(model=model, tasks=question.tasks, limit=question.limit)
+    model = HFLM(pretrained=module.model, tokenizer=module.tokenizer, batch_size=args.batch_size)
+    found = lm_eval.simple_evaluate(model=model, tasks=args.tasks, limit=args.limit)
     results: dict[str, Any] = found["results"]
     return results
 
@@ -156,7 +156,7 @@ def _show(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _read_question(words: Sequence[str]) -> Namespace:
+def _parse_args(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     columns, words = take_columns(words)
     arguments = Arguments("eval")

@@ -46,11 +46,11 @@ def run_export(words: Sequence[str]) -> int:
     Cost:
         The base on the device once; for a merge, once more on the host while it is verified.
     """
-    question = _read_question(words)
+    args = _parse_args(words)
     from lightning_fastft.cli.trained.writing import write_trained
 
-    out = question.out
-    opened, kind, exported, max_lora_rank = write_trained(question.request, out, is_for_vllm=question.server == "vllm")
+    out = args.out
+    opened, kind, exported, max_lora_rank = write_trained(args.request, out, is_for_vllm=args.server == "vllm")
     tokenizer, notes = opened.module.tokenizer, [*opened.notes]
     if max_lora_rank is not None:
         notes.append(
@@ -74,23 +74,23 @@ def run_export(words: Sequence[str]) -> int:
             f"  relative logit difference between the merged model and adapters: {exported.merge_difference:.1e}"
         )
     sys.stdout.write("\n".join(lines) + "\n")
-    return _convert(question, tokenizer) if question.gguf else 0
+    return _convert(args, tokenizer) if args.gguf else 0
 
 
-def _convert(question: Namespace, tokenizer: object) -> int:
+def _convert(args: Namespace, tokenizer: object) -> int:
     """Write the GGUF file and the Modelfile of a whole model."""
     from lightning_fastft.cli.trained.gguf import check_head, convert_to_gguf
 
-    out = question.out
+    out = args.out
     check_head(out)
-    file, serve = out / f"{out.name}-{question.gguf}.gguf", ""
-    if question.ollama:
+    file, serve = out / f"{out.name}-{args.gguf}.gguf", ""
+    if args.ollama:
         from lightning_fastft.cli.trained.modelfile import write_modelfile
 
         path = write_modelfile(out, gguf=file, tokenizer=tokenizer)
         sys.stdout.write(f"Wrote {path}.\n")
         serve = f"Then:\n  {shlex.join(['ollama', 'create', out.name, '-f', str(path)])}\n"
-    command = convert_to_gguf(out, file, type_name=question.gguf, llama_cpp=question.llama_cpp)
+    command = convert_to_gguf(out, file, type_name=args.gguf, llama_cpp=args.llama_cpp)
     if command:
         sys.stdout.write(
             "No GGUF file yet: convert_hf_to_gguf.py is not on PATH. Clone llama.cpp and run the script, or next time "
@@ -102,7 +102,7 @@ def _convert(question: Namespace, tokenizer: object) -> int:
     return WITHOUT_GGUF if command else 0
 
 
-def _read_question(words: Sequence[str]) -> Namespace:
+def _parse_args(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("export")
     arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")

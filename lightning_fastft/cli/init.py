@@ -49,34 +49,34 @@ def run_init(words: Sequence[str]) -> int:
     Cost:
         One pass over the data, and some seconds for the plan; the weights of the model are not read.
     """
-    question = _read_question(words)
-    recipe = _choose(question)
+    args = _parse_args(words)
+    recipe = _choose(args)
     # Imported after the phases that say so.
     from lightning_fastft.cli.recipe.text import describe_expectation, describe_lengths, render_config
 
     try:
-        question.out.parent.mkdir(parents=True, exist_ok=True)
-        question.out.write_text(render_config(recipe), encoding="utf-8")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(render_config(recipe), encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"--out: {question.out} cannot be written: {error.strerror}. Name another file.") from error
+        raise OptionError(f"--out: {args.out} cannot be written: {error.strerror}. Name another file.") from error
     steps = recipe.steps
     lines = [
-        f"Wrote {question.out}: {recipe.method} of {question.model}, packs of {steps.max_tokens:,} tokens, "
+        f"Wrote {args.out}: {recipe.method} of {args.model}, packs of {steps.max_tokens:,} tokens, "
         f"{steps.accumulate} per optimizer step.",
         f"  method: {recipe.method_reason}",
         f"  data: {describe_lengths(recipe.lengths, steps)}",
         f"  an epoch: about {steps.num_packs:,} packs, {steps.num_steps:,} optimizer steps; epochs: {steps.num_epochs}",
         *(f"  expected: {line}" for line in describe_expectation(recipe)),
-        *_warn_of_weights(question.model),
+        *_warn_of_weights(args.model),
         "Then:",
-        f"  fastft fit --config {question.out}",
+        f"  fastft fit --config {args.out}",
         f"  fastft chat {recipe.folder}/last.ckpt{' --plain' if recipe.lengths.is_plain else ''}",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-def _read_question(words: Sequence[str]) -> Namespace:
+def _parse_args(words: Sequence[str]) -> Namespace:
     """Parse and check the command line, without torch."""
     columns, words = take_columns(words)
     arguments = Arguments("init")
@@ -115,7 +115,7 @@ def _check_model(model: str) -> None:
         raise OptionError(f"--model: the folder {model} has no config.json. Copy the one of the model there.")
 
 
-def _choose(question: Namespace) -> Recipe:
+def _choose(args: Namespace) -> Recipe:
     """Read model and data, and choose how to train."""
     with phase("importing torch"):
         import torch
@@ -127,14 +127,14 @@ def _choose(question: Namespace) -> Recipe:
         from lightning_fastft.hf.loading.source import ModelSource
 
     with phase("reading the model's configuration"):
-        source = ModelSource(question.model, init="random")
+        source = ModelSource(args.model, init="random")
         most = _longest_of(source)
-    gpu, host_bytes = question.gpu, _ASSUMED_HOST_GIB * _GIB
+    gpu, host_bytes = args.gpu, _ASSUMED_HOST_GIB * _GIB
     if gpu is None and torch.cuda.is_available():
         gpu, host_bytes = find_gpu(torch.cuda.get_device_name()), auto_host_bytes()
     with phase("reading the data"):
         try:
-            lengths = measure_lengths(question.data, source=source, reading=question.reading)
+            lengths = measure_lengths(args.data, source=source, reading=args.reading)
         except (DataError, OptionError) as error:
             raise type(error)(name_data_options(str(error))) from error
     length_N = lengths.length_N
@@ -145,20 +145,20 @@ def _choose(question: Namespace) -> Recipe:
             planned = plan_run(
                 source,
                 gpu=gpu,
-                methods=_methods(question.method),
+                methods=_methods(args.method),
                 length_N=length_N,
                 max_tokens=tokens,
                 host_bytes=host_bytes,
             )
     steps: Steps = count_steps(length_N, max_tokens=tokens if planned is None else planned.max_tokens)
-    method = _methods(question.method)[0] if planned is None else planned.method
+    method = _methods(args.method)[0] if planned is None else planned.method
     return Recipe(
-        model=question.model,
-        data=question.data,
-        reading=question.reading,
-        out=question.out,
+        model=args.model,
+        data=args.data,
+        reading=args.reading,
+        out=args.out,
         method=method,
-        method_reason=_explain_method(question.method, planned, gpu=gpu),
+        method_reason=_explain_method(args.method, planned, gpu=gpu),
         has_experts=_has_experts(source),
         lengths=lengths,
         steps=steps,

@@ -85,7 +85,7 @@ def _judge_gpu(gpus: list[InstalledGpu]) -> Iterator[Status]:
         "" if has_triton else "pip install triton",
     )
     for name, least, use in (
-        ("bf16 arithmetic", (8, 0), "dtype='float16' trains here"),
+        ("bf16 arithmetic", (8, 0), "dtype='float16' with precision='16-mixed' trains here"),
         ("flash attention", (8, 0), "attention='flex' or 'sdpa' serve here"),
         ("fp8 products", (8, 9), "not needed: only FusedKernels(base_compute='fp8') asks for it"),
         ("grouped GEMM of torch", (9, 0), "a Triton kernel serves experts here"),

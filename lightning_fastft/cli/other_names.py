@@ -42,7 +42,7 @@ _OPTIONS: Mapping[str, str] = {
     "lr_scheduler": "model.scheduler",
     "warmup_ratio": "model.warmup_share",
     "bf16": "model.dtype bfloat16",
-    "fp16": "model.dtype bfloat16",
+    "fp16": "model.dtype float16 --trainer.precision 16-mixed",
     "torch_dtype": "model.dtype",
     "load_in_4bit": "model.quantization nf4",
     "load_in_8bit": "model.quantization nf4",
@@ -197,6 +197,8 @@ def hint_option(name: str, *, known: Collection[str] = ()) -> str:
     Example:
         >>> print(hint_option("trainer.num_train_epochs"), end="")
         hint: did you mean trainer.max_epochs?
+        >>> print(hint_option("fp16"), end="")
+        hint: did you mean model.dtype float16 --trainer.precision 16-mixed?
     """
     last = name.rpartition(".")[2].replace("-", "_").lower()
     last = _SAME.get(last, last)

@@ -30,33 +30,33 @@ def run_push(words: Sequence[str]) -> int:
         OptionError: A value is not allowed, or nobody is logged in.
         FastFTError: The hub refused.
     """
-    question = _read_question(words)
-    source = question.request.source
-    if source.is_dir() and not question.request.is_merged:
-        return _push(source, _read_card(question), question=question)
+    args = _parse_args(words)
+    source = args.request.source
+    if source.is_dir() and not args.request.is_merged:
+        return _push(source, _read_card(args), args=args)
     from lightning_fastft.cli.trained.writing import write_trained
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
-        write_trained(question.request, folder, title=question.title)
-        return _push(folder, (folder / CARD).read_text(encoding="utf-8"), question=question)
+        write_trained(args.request, folder, title=args.title)
+        return _push(folder, (folder / CARD).read_text(encoding="utf-8"), args=args)
 
 
-def _read_card(question: Namespace) -> str:
+def _read_card(args: Namespace) -> str:
     """Return the model card of a folder: the one that is there if it was filled in, else ours."""
     from lightning_fastft.cli.trained.card import keeps_card, read_facts, render_card
 
-    source = question.request.source
+    source = args.request.source
     card = source / CARD
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    return text if keeps_card(text) else render_card(read_facts(source), title=question.title)
+    return text if keeps_card(text) else render_card(read_facts(source), title=args.title)
 
 
-def _push(folder: Path, card: str, *, question: Namespace) -> int:
+def _push(folder: Path, card: str, *, args: Namespace) -> int:
     """Print files and card; upload them in one commit if asked for."""
     from lightning_fastft.cli.trained.card import REPOSITORY
 
-    card = card.replace(REPOSITORY, question.repository)
+    card = card.replace(REPOSITORY, args.repository)
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -64,17 +64,17 @@ def _push(folder: Path, card: str, *, question: Namespace) -> int:
     )
     names = {str(file.relative_to(folder)): file for file in files if file != folder / CARD}
     sizes = {CARD: len(card.encode()), **{name: file.stat().st_size for name, file in names.items()}}
-    lines = [f"{question.repository}: {len(sizes)} files, {_size(sum(sizes.values()))}"]
+    lines = [f"{args.repository}: {len(sizes)} files, {_size(sum(sizes.values()))}"]
     lines += [f"  {_size(size):>12}  {name}" for name, size in sizes.items()]
     sys.stdout.write("\n".join([*lines, "", card]) + "\n")
-    if question.dry_run or not question.yes:
+    if args.dry_run or not args.yes:
         sys.stdout.write("Nothing was uploaded. Add --yes to upload.\n")
         return 0
-    sys.stdout.write(f"Uploaded: {_upload(question, card=card, names=names)}\n")
+    sys.stdout.write(f"Uploaded: {_upload(args, card=card, names=names)}\n")
     return 0
 
 
-def _upload(question: Namespace, *, card: str, names: dict[str, Path]) -> str:
+def _upload(args: Namespace, *, card: str, names: dict[str, Path]) -> str:
     """Make the repository if it is new, upload everything in one commit, and return its address."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
@@ -85,10 +85,10 @@ def _upload(question: Namespace, *, card: str, names: dict[str, Path]) -> str:
     operations += [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(file)) for name, file in names.items()]
     api = HfApi()
     try:
-        address = api.create_repo(question.repository, private=question.private or None, exist_ok=True)
+        address = api.create_repo(args.repository, private=args.private or None, exist_ok=True)
         api.create_commit(address.repo_id, operations, commit_message="Upload with lightning_fastft")
     except HfHubHTTPError as error:
-        raise FastFTError(f"The hub refused {question.repository}: {error}") from error
+        raise FastFTError(f"The hub refused {args.repository}: {error}") from error
     return str(address)
 
 
@@ -104,7 +104,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / _KIB:,.1f} KiB" if num_bytes < _KIB**2 else f"{num_bytes / _KIB**2:,.1f} MiB"
 
 
-def _read_question(words: Sequence[str]) -> Namespace:
+def _parse_args(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("push")
     arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")

@@ -32,7 +32,7 @@ CHAT_TEMPLATE = """\
 
 
 class DemoFiles(NamedTuple):
-    """Where the demo's files lie."""
+    """Paths of the demo's files."""
 
     train: Path
     validation: Path

@@ -1,6 +1,6 @@
 """The gated delta rule inside a fused decoder layer.
 
-Axes: T tokens, D model width, C columns of the joint projection.
+Axes: T tokens, D model width, C columns of the fused projection.
 """
 
 from __future__ import annotations

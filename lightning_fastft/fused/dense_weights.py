@@ -231,7 +231,7 @@ class DenseWeights:
         """
         weights, num_ranks = [part.weight for part in parts], _num_ranks(parts)
         num_outputs, num_inputs = sum(part.num_outputs for part in parts), parts[0].num_inputs
-        is_beside, is_above = rides_along(parts), len(parts) == 1 and num_ranks > 0 and num_inputs >= num_outputs
+        is_beside, is_above = can_augment(parts), len(parts) == 1 and num_ranks > 0 and num_inputs >= num_outputs
         if parts[0].is_packed or not (is_beside or is_above) or not all(_has_own_memory(weight) for weight in weights):
             return None
         extra = aligned(num_ranks)
@@ -295,7 +295,7 @@ def aligned(num_columns: int) -> int:
     return -(-num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
 
 
-def rides_along(parts: Sequence[LinearPart]) -> bool:
+def can_augment(parts: Sequence[LinearPart]) -> bool:
     """Return whether adapters have a wide output and few enough ranks for one block-diagonal matrix."""
     is_wide = len(parts) > 1 or parts[0].num_outputs > parts[0].num_inputs
     return is_wide and 0 < _num_ranks(parts) <= MAX_COLUMNS - _ALIGNED_COLUMNS

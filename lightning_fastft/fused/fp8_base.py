@@ -29,7 +29,7 @@ STATUS_NAME = "fp8 products"
 # An instance attribute, so no state_dict has it.
 FP8_ATTRIBUTE = "fastft_fp8_base"
 # q, k and v; output; gate and up; down.
-NUM_JOINTS = 4
+NUM_PRODUCTS = 4
 
 
 def in_fp8(
@@ -126,7 +126,7 @@ class Fp8Base:
     def install(self, patcher: ModelPatcher) -> None:
         """Make the layers compute in fp8 until the patcher is undone."""
         for layer in self._layers:
-            patcher.set_attribute(layer, FP8_ATTRIBUTE, tuple(Fp8Weight(self) for _ in range(NUM_JOINTS)))
+            patcher.set_attribute(layer, FP8_ATTRIBUTE, tuple(Fp8Weight(self) for _ in range(NUM_PRODUCTS)))
         patcher.add_undo(self.close)
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from lightning_fastft.kernels.fp8_linear.op import (
     weight_gradient,
 )
 from lightning_fastft.kernels.fp8_linear.reference import FP8, Fp8Rows
+from lightning_fastft.kernels.launch import contiguous_rows
 from lightning_fastft.kernels.nf4_linear.op import read_params4bit
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 
@@ -204,7 +205,7 @@ class Fp8Weight:
             Reads the rows and writes them in e4m3. No host sync.
         """
         return quantise_rows(
-            _in_rows(d_TO),
+            contiguous_rows(d_TO),
             factor_I=self._read_scales(parts).factor_O,
             round_scales_to_power_of_2=_are_trained(parts),
             backend=self.owner.backend,
@@ -234,7 +235,7 @@ class Fp8Weight:
         if isinstance(x_TI, Fp8Rows):
             return x_TI, parts[0].weight.dtype
         rows = quantise_rows(
-            _in_rows(x_TI),
+            contiguous_rows(x_TI),
             round_scales_to_power_of_2=_are_trained(parts),
             backend=self.owner.backend,
             is_checked=False,
@@ -307,7 +308,7 @@ class Fp8Weight:
             scale_O = torch.empty(sum(sizes), dtype=torch.float32, device=device)
             for weight, values_OI, scales_O in zip(weights, forward_OI.split(sizes), scale_O.split(sizes)):
                 quantise_rows(
-                    _in_rows(weight),
+                    contiguous_rows(weight),
                     round_scales_to_power_of_2=True,
                     out=Fp8Rows(values_OI, scales_O),
                     backend=self.owner.backend,
@@ -382,8 +383,3 @@ def _memory(held: torch.Tensor | None, shape: Sequence[int], device: torch.devic
 def _put(held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
     """Return new, copied into the held memory if it fits, because recorded graphs may read that memory."""
     return new if held is None or held.shape != new.shape or held.device != new.device else held.copy_(new)
-
-
-def _in_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows whose elements are contiguous."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

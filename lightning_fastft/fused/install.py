@@ -206,10 +206,8 @@ def _install(model: PreTrainedModel, patcher: ModelPatcher, *, awaits_copies: bo
     obstacles = obstacles or _find_differences(model, layers)
     if obstacles:
         reason, count = obstacles.most_common(1)[0]
-        remedy = _HOLD_IN_ONE_DTYPE if reason.endswith(WITHOUT_COPIES) else "change it"
-        return Status(
-            STATUS_NAME, "refused", f"{count} of {len(layers)} layers: {reason}", f"{remedy}, or remove FusedKernels"
-        )
+        remedy = f"{_remedy_for(reason)}, or remove FusedKernels"
+        return Status(STATUS_NAME, "refused", f"{count} of {len(layers)} layers: {reason}", remedy)
     dense, names = DenseWeights(), {id(module): name for name, module in model.named_modules()}
     num_fused = num_mixers = 0
     for layer in layers:
@@ -298,6 +296,15 @@ def _obstacle(layer: Any, *, awaits_copies: bool) -> str:
         layer, dtype=norm_dtype(layer, form), awaits_copies=awaits_copies or is_sharded, awaits_gather=is_sharded
     )
     return found if isinstance(found, str) else ""
+
+
+def _remedy_for(obstacle: str) -> str:
+    """Return what to change for layers to be fused."""
+    if obstacle.endswith(WITHOUT_COPIES):
+        return _HOLD_IN_ONE_DTYPE
+    if "dropout" in obstacle:
+        return "set dropout to 0 (lora_dropout of adapters)"
+    return "remove what the reason names"
 
 
 def _find_differences(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Counter[str]:

@@ -81,7 +81,7 @@ def rows_gradients_apart(
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
         assert d_low_TR is not None
         return _appended_gradient(fused_linear, d_TO, d_low_TR), d_low_TR, None
-    a_RI = fused_linear.joint_a()
+    a_RI = fused_linear.concatenated_a()
     if not has_augmented(fused_linear, num_rows):
         d_low_TR = low_rows_gradient(fused_linear, d_TO)
         return _base_gradient(fused_linear, d_TO, d=d), d_low_TR, a_RI

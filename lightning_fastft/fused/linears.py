@@ -14,7 +14,7 @@ import torch
 
 from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.fused.column_scales import scale_output
-from lightning_fastft.fused.dense_weights import DenseWeights, rides_along
+from lightning_fastft.fused.dense_weights import DenseWeights, can_augment
 from lightning_fastft.fused.joined_copies import joined
 from lightning_fastft.fused.linear_parts import LinearPart
 from lightning_fastft.kernels.expert_gate.op import gate_forward_quantised
@@ -95,9 +95,9 @@ class FusedLinear:
         return any(part.factors_2O is not None for part in self.parts)
 
     @functools.cached_property
-    def rides_along(self) -> bool:
+    def can_augment(self) -> bool:
         """Whether the GEMM of the weights can include the adapters."""
-        return self.base is None and rides_along(self.parts)
+        return self.base is None and can_augment(self.parts)
 
     @functools.cached_property
     def is_trained(self) -> bool:
@@ -123,7 +123,7 @@ class FusedLinear:
         """A of all layers as one tensor, if it is one, or if ``join_copies`` has put them in one memory."""
         return joined([part.copy_a_RI for part in self.parts if part.copy_a_RI is not None])
 
-    def joint_a(self) -> torch.Tensor | None:
+    def concatenated_a(self) -> torch.Tensor | None:
         """Return A of all layers below each other; None without adapters."""
         if self._joined_a is not None or not self.num_ranks:
             return self._joined_a
@@ -248,7 +248,7 @@ def unscaled_product(
 
 def low_rank_rows(fused_linear: FusedLinear, x_TI: torch.Tensor | Fp8Rows) -> torch.Tensor | None:
     """Return the low-rank rows of the adapters with their scales, shape (T, R), rounded once; None without adapters."""
-    a_RI = fused_linear.joint_a()
+    a_RI = fused_linear.concatenated_a()
     if a_RI is None or isinstance(x_TI, Fp8Rows):
         return None
     low_TR = x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
@@ -269,7 +269,7 @@ def has_augmented(fused_linear: FusedLinear, num_rows: int) -> bool:
     many. A second GEMM for B would read and write the whole output again: 0.4 of 2.4 ms for 17,408 x 5,120 on an H200.
     The products in e4m3 never include adapters.
     """
-    if not fused_linear.rides_along:
+    if not fused_linear.can_augment:
         return False
     if fused_linear.parts[0].is_packed or fused_linear.has_room(is_below=False):
         return True

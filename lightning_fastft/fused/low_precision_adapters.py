@@ -223,7 +223,7 @@ class _CopyForward:
             rows = add_low_rank(self.base_layer(x), x)  # type: ignore[attr-defined]
             magnitude, bias = self.lora_magnitude_vector[name].weight, self.base_layer.bias  # type: ignore[attr-defined]
             return scale_by_magnitude(rows, magnitude, adapters.read_factors(self, name), bias_N=bias)  # type: ignore[arg-type]
-        if session is None or not session.is_replay:
+        if session is None or not session.is_recompute:
             return add_low_rank(self.base_layer(x), self.lora_dropout[name](x))  # type: ignore[attr-defined]
         point = value_name(self)  # type: ignore[arg-type]
         # A base that is trained, or that is no value point, may save tensors of its own, so it must run.

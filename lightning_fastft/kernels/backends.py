@@ -36,7 +36,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def must_check(is_checked: bool) -> bool:
-    """Return whether a kernel call validates its arguments: if the caller asks for it, and always in tests.
+    """Return whether a kernel call validates its arguments: if the caller asks for it, or under FASTFT_CHECK_KERNELS=1.
 
     Pass is_checked=False only for arguments that are known to be valid.
 

@@ -92,6 +92,17 @@ def current_recorder() -> LaunchRecorder | None:
     return mode if isinstance(mode, LaunchRecorder) else None
 
 
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose last axis is contiguous: the tensor itself if it is, else a copy.
+
+    Example:
+        >>> x = torch.zeros(2, 3)
+        >>> contiguous_rows(x) is x, contiguous_rows(x.t()).stride()
+        (True, (2, 1))
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor that kernels read 16 bytes at a time: the tensor itself if its rows allow it, else a copy.
 

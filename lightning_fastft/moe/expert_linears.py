@@ -50,13 +50,13 @@ class ExpertLinear(NamedTuple):
             NF4. A wider dtype than that of the tokens (fp32 masters) is cast for each product; gradients have it.
         bias_EO: Shape (E, O), dtype of the weight; None for none.
         adapter: LoRA on the weight; None for none.
-        narrow: The same weight in fp8, frozen, for both products; None to multiply in the dtype of the tokens.
+        fp8: The same weight in fp8, frozen, for both products; None to multiply in the dtype of the tokens.
     """
 
     weight_EIO: torch.Tensor | QuantisedWeight
     bias_EO: torch.Tensor | None = None
     adapter: ExpertAdapter | None = None
-    narrow: Fp8Stack | None = None
+    fp8: Fp8Stack | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -111,7 +111,7 @@ class CastLinear(NamedTuple):
     a_ERI: torch.Tensor | None
     b_ERO: torch.Tensor | None
     scale: float
-    narrow: Fp8Stack | None
+    fp8: Fp8Stack | None
 
     def product(self, x_NI: Rows, end_E: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the output, and the adapter's low-rank rows if there is an adapter."""
@@ -123,8 +123,8 @@ class CastLinear(NamedTuple):
 
     def _multiply(self, rows: Rows, end_E: torch.Tensor, *, is_backward: bool = False, **addend: Any) -> torch.Tensor:
         """Return the product of rows and the weight, or its transpose, plus the addend."""
-        if self.narrow is not None:
-            return self.narrow.product(rows, end_E, is_backward=is_backward, **addend)
+        if self.fp8 is not None:
+            return self.fp8.product(rows, end_E, is_backward=is_backward, **addend)
         weight_EIO = dense_weight(self.weight_EIO, dtype=rows_of(rows).dtype)
         weight_EIO = weight_EIO.transpose(1, 2) if is_backward else weight_EIO
         return grouped_mm(rows, weight_EIO, end_E, is_checked=not is_backward, **addend)
@@ -195,7 +195,7 @@ def cast_linear(
     b_ERO: torch.Tensor | None,
     *,
     scale: float,
-    narrow: Fp8Stack | None,
+    fp8: Fp8Stack | None,
     dtype: torch.dtype,
 ) -> CastLinear:
     """Return a linear with its factors in dtype.
@@ -206,7 +206,7 @@ def cast_linear(
     a_ERI = None
     if a_EIR is not None and b_ERO is not None:
         a_ERI, b_ERO = _lay_out(a_EIR.transpose(1, 2), dtype=dtype), _lay_out(b_ERO, dtype=dtype)
-    return CastLinear(weight_EIO, None if bias_EO is None else bias_EO.to(dtype), a_ERI, b_ERO, scale, narrow)
+    return CastLinear(weight_EIO, None if bias_EO is None else bias_EO.to(dtype), a_ERI, b_ERO, scale, fp8)
 
 
 def _lay_out(factor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:

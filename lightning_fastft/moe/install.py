@@ -156,10 +156,10 @@ def _check(model: PreTrainedModel) -> list[_Layer]:
     """Return the MoE layers of a model; raise on unsupported layers before anything changes."""
     found = _find_in(model)
     title = f"{type(model).__name__} ({model.config.model_type})"
-    sign = "" if found else _sign_of_experts(model)
-    if sign:
+    evidence = "" if found else _evidence_of_experts(model)
+    if evidence:
         raise UnsupportedModelError(
-            f"{title} has MoE layers ({sign}), but none that BincountRouter supports: none uses transformers' "
+            f"{title} has MoE layers ({evidence}), but none that BincountRouter supports: none uses transformers' "
             "ExpertsInterface. Remove BincountRouter for this model."
         )
     layers = []
@@ -208,7 +208,7 @@ def _describe(model: PreTrainedModel, layers: list[_Layer], *, num_adapted: int)
     )
     if num_adapted:
         reason += f"; adapters on {num_adapted} stacks"
-    others = _find_strangers(model, [layer.module for layer in layers])
+    others = _unsupported_experts(model, [layer.module for layer in layers])
     if others:
         return Status(
             STATUS_NAME,
@@ -219,7 +219,7 @@ def _describe(model: PreTrainedModel, layers: list[_Layer], *, num_adapted: int)
     return Status(STATUS_NAME, "active", reason)
 
 
-def _sign_of_experts(model: PreTrainedModel) -> str:
+def _evidence_of_experts(model: PreTrainedModel) -> str:
     """Return the evidence of MoE layers: experts in the configuration, or modules that look like experts."""
     config = model.config.get_text_config(decoder=True)
     # A family whose experts are supported has none if all its layers are dense.
@@ -228,8 +228,8 @@ def _sign_of_experts(model: PreTrainedModel) -> str:
         # Some families configure experts while their MoE layers are disabled.
         if isinstance(count, int) and count > 1 and getattr(config, "is_moe", True):
             return f"{name}={count} in its configuration"
-    strangers = _find_strangers(model, [])
-    return f"modules {', '.join(strangers)}" if strangers else ""
+    unsupported = _unsupported_experts(model, [])
+    return f"modules {', '.join(unsupported)}" if unsupported else ""
 
 
 def _has_supported_experts(model: PreTrainedModel) -> bool:
@@ -239,15 +239,15 @@ def _has_supported_experts(model: PreTrainedModel) -> bool:
     return any(hasattr(kind, "_apply_gate") or kind.__name__ == _LLAMA4 for kind in kinds)
 
 
-def _find_strangers(model: PreTrainedModel, known: list[nn.Module]) -> list[str]:
+def _unsupported_experts(model: PreTrainedModel, known: list[nn.Module]) -> list[str]:
     """Return the classes of modules outside the known layers that look like routed experts."""
     inside = {id(part) for module in known for part in module.modules()}
-    strangers = {
+    unsupported = {
         type(module).__name__
         for name, module in model.named_modules()
         if id(module) not in inside and "shared" not in name and _looks_like_experts(name.rpartition(".")[2], module)
     }
-    return sorted(strangers)
+    return sorted(unsupported)
 
 
 def _looks_like_experts(name: str, module: nn.Module) -> bool:

@@ -79,8 +79,8 @@ def fastft_experts_forward(
         Weighted sum of the experts' outputs, shape and dtype of hidden_states.
 
     Raises:
-        UnsupportedModelError: The gate formula of the experts is unknown, or their weights are quantised, or sharded
-            without being gathered for this call.
+        UnsupportedModelError: The gate formula of the experts is unknown, their weights are quantised in another form
+            than NF4, or sharded without being gathered for this call.
 
     Cost:
         The cost of run_experts; no host sync.

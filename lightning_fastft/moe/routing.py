@@ -126,7 +126,7 @@ def run_experts(
         form,
         has_gate,
         (gate_up.scale, down.scale),
-        (gate_up.narrow, down.narrow),
+        (gate_up.fp8, down.fp8),
         point,
     )
     tensors = (*gate_up.tensors, *down.tensors, *gate_up.copies, *down.copies)
@@ -135,7 +135,7 @@ def run_experts(
     return point.session.run_last(
         point.last,
         lambda: _RoutedExperts.apply(call, x_TD, weight_TK, *tensors),
-        anew=lambda: _RoutedExperts.apply(call._replace(point=None), x_TD, weight_TK, *tensors),
+        full=lambda: _RoutedExperts.apply(call._replace(point=None), x_TD, weight_TK, *tensors),
     )
 
 
@@ -147,7 +147,7 @@ class _Call(NamedTuple):
     form: GateForm
     has_gate: bool
     scales: tuple[float, float]
-    narrow: tuple[Fp8Stack | None, Fp8Stack | None]
+    fp8: tuple[Fp8Stack | None, Fp8Stack | None]
     point: ExpertPoint | None
 
 
@@ -264,8 +264,8 @@ def _cast_linears(
     read: Sequence[torch.Tensor | None], call: _Call, *, dtype: torch.dtype
 ) -> tuple[CastLinear, CastLinear]:
     first, second = (
-        cast_linear(*read[start : start + _PER_LINEAR], scale=scale, narrow=narrow, dtype=dtype)
-        for start, scale, narrow in zip((0, _PER_LINEAR), call.scales, call.narrow)
+        cast_linear(*read[start : start + _PER_LINEAR], scale=scale, fp8=fp8, dtype=dtype)
+        for start, scale, fp8 in zip((0, _PER_LINEAR), call.scales, call.fp8)
     )
     return first, second
 

@@ -186,12 +186,11 @@ def _attach(
         move=None if averaging else functools.partial(_stream_weights, root, model, patcher),
         resident_ends=functools.partial(movable_bytes, model, root),
     )
-    stacks = _stacks(model, layers)
     gathered = gathered_weights(model, layers, patcher)
     status = checkpointing.attach(
         layers,
         patcher,
-        stacks=stacks,
+        containers=_containers(model, layers),
         environment=environment,
         weights=weights,
         gathered=gathered,
@@ -271,7 +270,7 @@ def _stream_weights(
     )
 
 
-def _stacks(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+def _containers(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     """Return the modules around the decoder layers that have the checkpointing flag, which disables the key/value cache
     in training.
     """

@@ -101,7 +101,7 @@ class _LinearPoint:
         return session.run_last(
             name,
             lambda: _HeldLinearFunction.apply(x, self.weight, self.bias, session, name),  # type: ignore[attr-defined]
-            anew=functools.partial(super().forward, x),  # type: ignore[misc]
+            full=functools.partial(super().forward, x),  # type: ignore[misc]
         )
 
 

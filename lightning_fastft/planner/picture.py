@@ -26,7 +26,7 @@ def render_plan(cost: StepCost, plan: Plan) -> str:
     """
     parts = ["\n".join(describe_plan(plan)), _describe_prediction(cost, plan.prediction)]
     parts += [f"note: {note}" for note in plan.notes]
-    return "\n".join([*parts, "", _draw_memory(plan.prediction), "", _draw_lanes(plan.prediction)])
+    return "\n".join([*parts, "", _draw_memory(plan.prediction), "", _draw_streams(plan.prediction)])
 
 
 def describe_plan(plan: Plan) -> list[str]:
@@ -115,22 +115,22 @@ def _kind_of(labels: Iterable[str]) -> str:
     return "h" if "h" in kinds else kinds[0]
 
 
-def _draw_lanes(prediction: Prediction) -> str:
+def _draw_streams(prediction: Prediction) -> str:
     """Return the work of each stream in equal time slices of the step."""
     slice_ms = prediction.step_ms / NUM_COLUMNS
-    lanes: dict[str, list[Interval]] = {"compute": [], "d2h": [], "h2d": []}
-    for interval in prediction.lanes:
-        lanes[interval.lane].append(interval)
+    streams: dict[str, list[Interval]] = {"compute": [], "d2h": [], "h2d": []}
+    for interval in prediction.streams:
+        streams[interval.stream].append(interval)
     lines = [
         f"streams over time, one character is {slice_ms:.2f} ms",
         "(compute: f h b as above, o other, . waiting; copies: . none, - some, = half or more, # all of it)",
     ]
-    for lane, intervals in lanes.items():
+    for stream, intervals in streams.items():
         shares = _shares(intervals, slice_ms)
         text = "".join(
-            _compute_mark(share) if lane == "compute" else _copy_mark(sum(share.values())) for share in shares
+            _compute_mark(share) if stream == "compute" else _copy_mark(sum(share.values())) for share in shares
         )
-        lines.append(f"{lane:>9} |{text}")
+        lines.append(f"{stream:>9} |{text}")
     return "\n".join(lines)
 
 

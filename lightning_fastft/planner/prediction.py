@@ -53,10 +53,10 @@ def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine
     intervals: list[Interval] = []
     footprint = model.footprint(segments)
     prediction = model.simulate(footprint, intervals)
-    intervals.sort(key=lambda interval: (interval.start_ms, interval.end_ms, interval.lane))
+    intervals.sort(key=lambda interval: (interval.start_ms, interval.end_ms, interval.stream))
     forwards, backwards = model.labels
     labels = [*forwards, "head", *reversed(backwards)]
-    return prediction._replace(memory=tuple(zip(labels, footprint.memory)), lanes=tuple(intervals))
+    return prediction._replace(memory=tuple(zip(labels, footprint.memory)), streams=tuple(intervals))
 
 
 class Footprint(NamedTuple):
@@ -139,9 +139,9 @@ class StepModel:
         )
 
     def run(self, segments: Sequence[SegmentPlan], intervals: list[Interval] | None = None) -> Prediction:
-        """Return the cost of a plan that fits the segments; append the work of each lane to intervals if given.
+        """Return the cost of a plan that fits the segments; append the work of each stream to intervals if given.
 
-        The result has neither memory over time nor lanes.
+        The result has neither memory over time nor streams.
         """
         return self.simulate(self.footprint(segments), intervals)
 

@@ -137,7 +137,7 @@ class SegmentPlan(NamedTuple):
 class Interval(NamedTuple):
     """Work on one stream ("compute", "d2h" or "h2d"), with start and end in ms since the step began."""
 
-    lane: str
+    stream: str
     label: str
     start_ms: float
     end_ms: float
@@ -153,7 +153,7 @@ class Prediction(NamedTuple):
         host_bytes: Pinned host memory.
         staging_bytes: Size of a staging slot: the largest host share of one segment.
         memory: (moment, bytes) in the order of the step; empty for a plan that was only compared.
-        lanes: Work of each stream over time; as memory.
+        streams: Work of each stream over time; as memory.
     """
 
     peak_bytes: int
@@ -162,7 +162,7 @@ class Prediction(NamedTuple):
     host_bytes: int
     staging_bytes: int
     memory: tuple[tuple[str, int], ...] = ()
-    lanes: tuple[Interval, ...] = ()
+    streams: tuple[Interval, ...] = ()
 
 
 class Plan(NamedTuple):

@@ -199,11 +199,12 @@ def check_module(module: nn.Module, *, size: int) -> None:
             f"context_parallel={size} needs a transformers model, and {name} holds none. Set context_parallel=1."
         )
     for _, model in models:
-        reason = _find_obstacle(model, size=size)
-        if reason:
+        obstacle = _find_obstacle(model, size=size)
+        if obstacle is not None:
+            reason, remedy = obstacle
             raise UnsupportedModelError(
                 f"{type(model).__name__} ({model.config.model_type}) {reason}, so it cannot be trained with "
-                f"context_parallel={size}."
+                f"context_parallel={size}. {remedy}."
             )
 
 
@@ -221,8 +222,8 @@ def check_head(statuses: list[Status], *, size: int) -> None:
             )
 
 
-def _find_obstacle(model: PreTrainedModel, *, size: int) -> str:
-    """Return why a model cannot be trained on parts of packs, with what to change; empty if it can."""
+def _find_obstacle(model: PreTrainedModel, *, size: int) -> tuple[str, str] | None:
+    """Return why a model cannot be trained on parts of packs, and what to change; None if it can."""
     from lightning_fastft.hf.families import find_decoder, tower_parameters
     from lightning_fastft.hf.mixers import mixer_family
 
@@ -230,16 +231,19 @@ def _find_obstacle(model: PreTrainedModel, *, size: int) -> str:
     num_heads = getattr(config, "num_attention_heads", size)
     counts = num_heads if isinstance(num_heads, (list, tuple)) else [num_heads]
     if any(count % size for count in counts):
-        return f"has {', '.join(map(str, sorted(set(counts))))} query heads, which the devices share out; use a divisor"
+        heads = ", ".join(map(str, sorted(set(counts))))
+        return f"has {heads} query heads, which {size} devices cannot share equally", "Use a divisor of that number"
+    whole_packs = "Set context_parallel=1"
     if mixer_family(model) is not None:
-        return "has recurrent mixers, whose state runs through all parts of a pack"
+        return "has recurrent mixers, whose state runs through all parts of a pack", whole_packs
     if tower_parameters(model):
-        return "has an image or audio tower, whose outputs belong to rows of several parts"
+        return "has an image or audio tower, whose outputs belong to rows of several parts", whole_packs
     if getattr(config, "output_router_logits", False):
-        return "adds an auxiliary loss of its routers over the tokens of a pack; set config.output_router_logits=False"
+        reason = "adds an auxiliary loss of its routers over the tokens of a pack"
+        return reason, "Set config.output_router_logits=False"
     if any(getattr(part, "attn_temperature_tuning", False) for part in find_decoder(model).modules()):
-        return "scales queries by their row in the pack (attn_temperature_tuning)"
-    return ""
+        return "scales queries by their row in the pack (attn_temperature_tuning)", whole_packs
+    return None
 
 
 def _map_packed(batch: Any, change: Callable[[PackedBatch], PackedBatch]) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
-    """Train on one GPU (or on the CPU) with packed attention, the lazy loss head and our activation policy.
+    """Train on one GPU (or on the CPU) with packed attention, logits of labelled rows only, and planned activations.
 
     The Trainer chooses the device: ``Trainer(strategy="fastft")`` uses the first GPU if there is one, ``devices=[1]``
     the second.

@@ -33,7 +33,7 @@ class CountForwards:
 def attach(model, policy, patcher=None):
     patcher = patcher or ModelPatcher()
     layers = list(model.model.layers)
-    return OffloadCheckpointing(policy).attach(layers, patcher, stacks=[model.model]), patcher
+    return OffloadCheckpointing(policy).attach(layers, patcher, containers=[model.model]), patcher
 
 
 @pytest.mark.parametrize(("policy", "num_runs"), [("keep", 2), ("recompute", 4)])

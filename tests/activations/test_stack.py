@@ -171,7 +171,9 @@ def test_a_budget_between_the_ends_holds_values_and_stays_below():
     )
     assert not all(plan.is_kept for plan in attached.plans)
     assert_equal(attached.step(), expected, what="planned")
-    assert "values held" in attached.reason or "layers kept" in attached.reason
+    num_kept, num_held = sum(plan.is_kept for plan in attached.plans), sum(len(plan.values) for plan in attached.plans)
+    assert f"{num_kept} of {NUM_LAYERS} layers kept" in attached.reason
+    assert (f"{num_held} values held" in attached.reason) is (num_held > 0)
 
 
 def test_the_least_budget_recomputes():
@@ -433,6 +435,14 @@ def test_stepping_down_needs_less_and_ends_at_the_least():
 def test_stepping_down_is_for_plans():
     assert not Attached(policy="recompute").checkpointing.step_down()
     assert not Attached(vram_budget=1000).checkpointing.step_down()
+
+
+def test_a_fixed_policy_with_streamed_weights_has_no_smaller_plan():
+    attached = Attached(adapted(), policy="recompute", weights="stream")
+    attached.step()
+    assert attached.stack.weights.streamed is not None
+    assert not attached.checkpointing.can_step_down
+    assert "mlp_tiles=8" in attached.checkpointing.remedy()
 
 
 def _no_host_memory(streams):

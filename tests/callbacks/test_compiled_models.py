@@ -61,4 +61,5 @@ def test_offload_inside_a_compiled_model_is_refused_before_anything_changes():
 def test_recompute_takes_a_compiled_model():
     root = root_of(build_tiny("qwen3"))
     root.model = torch.compile(root.model)
-    install_packed_training(root, ModelPatcher(), checkpointing=OffloadCheckpointing("recompute"))
+    found = install_packed_training(root, ModelPatcher(), checkpointing=OffloadCheckpointing("recompute"))
+    assert {status.name: status.state for status in found.statuses}["activations"] == "active"

@@ -71,6 +71,55 @@ def test_refused_choice_answers_with_the_value_and_the_choices(words, reason, fo
 
 
 @pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ["--trainer.callbacks+=FusedKernels", "--trainer.callbacks.base_compute", "fp4"],
+            "base_compute must be one of 'model_dtype', 'fp8', 'fp8_reference', got 'fp4'.",
+        ),
+        (
+            ["--trainer.callbacks=GradientHealth", "--trainer.callbacks.num_steps", "1"],
+            "num_steps must be at least 3, got 1.",
+        ),
+        (
+            ["--trainer.strategy", "FastFTStrategy", "--trainer.strategy.attention", "sdpaa"],
+            "attention must be one of 'auto', 'tiled', 'varlen', 'cudnn', 'flex', 'sdpa', 'reference', 'one_by_one', "
+            "got 'sdpaa'.",
+        ),
+        (
+            ["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.weight_decay", "x"],
+            "model.optimizer.weight_decay: must be a number, got 'x'",
+        ),
+        (
+            ["--model.optimizer", "lightning_fastft.optim.FusedAdamW", "--model.optimizer.optim_bits", "4"],
+            "model.optimizer.optim_bits: must be one of 8, 32, got '4'",
+        ),
+        (
+            ["--config", "strategy.yaml"],
+            "trainer.strategy.activations.policy: must be one of 'auto', 'keep', 'offload', 'recompute', got 'autoo'",
+        ),
+        (
+            ["--trainer.callbacks+=HostWaitDetector", "--trainer.callbacks.on_wait", "rise"],
+            "trainer.callbacks.on_wait: must be one of 'report', 'warn', 'raise', got 'rise'",
+        ),
+        (
+            ["--trainer.callbacks=HostWaitDetector", "--trainer.callbacks.on_wait", "rise"],
+            "trainer.callbacks.on_wait: must be one of 'report', 'warn', 'raise', got 'rise'",
+        ),
+    ],
+)
+def test_value_that_a_class_refuses_answers_with_the_reason_of_the_class(words, reason, folder, answer):
+    (folder / "y.jsonl").write_text('{"text": "one two"}\n')
+    activations = {"class_path": "lightning_fastft.OffloadCheckpointing", "init_args": {"policy": "autoo"}}
+    strategy = {"class_path": "lightning_fastft.FastFTStrategy", "init_args": {"activations": activations}}
+    (folder / "strategy.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    status, text = answer(["fit", "--model.model", "x", "--data.paths", "y.jsonl", "--trainer.max_steps", "1", *words])
+    lines = [line for line in text.splitlines() if line.startswith(("error", "hint"))]
+    assert status == 2
+    assert lines == [f"error: {reason}", "hint: all options: fastft fit --help"]
+
+
+@pytest.mark.parametrize(
     ("words", "hint"),
     [
         (["--model.optimizer", "AdamW"], "write one of torch.optim.AdamW"),

@@ -37,6 +37,12 @@ def test_table_of_families_is_what_the_judges_say(generate):
     assert rows["gpt_oss"][1:] == ["tiled, varlen, flex, reference", "yes", "yes", "linear layers and experts"]
     assert rows["llama"][2:] == ["yes", "dense", "linear layers"]
     assert rows["minimax"][:2] == ["refused", "-"]
+    # The gated delta rule is fused with its layer; convolutions and latent attention run as modules.
+    fused = {family: rows[family][2] for family in ("qwen3_next", "qwen3_5_text", "lfm2", "deepseek_v3", "olmoe")}
+    assert list(fused.values()) == ["yes", "yes", "yes, mixers as modules", "norms and blocks", "-"]
+    reasons = re.findall(r"^- `(\w+)`: (.*)$", text.partition("## Refused")[2].partition("\n## ")[0], re.MULTILINE)
+    assert reasons
+    assert all("one_by_one" not in reason for _, reason in reasons), "the remedy is above the list"
 
 
 @pytest.mark.slow
@@ -56,6 +62,8 @@ def test_page_of_options_is_what_signatures_say(generate):
     text = generate.write_options()
     assert (ROOT / "docs/options.md").read_text() == text, AGAIN
     assert set(re.findall(r"^## (\w+)$", text, flags=re.MULTILINE)) == {*lightning_fastft.__all__, "Commands"}
+    assert "| `segment_lengths` | `tuple[int, ...]` | `()` |" in text, "fields of a NamedTuple"
+    assert "| `**options` | `Any` |  | Options of ``FineTuner``. |" in text, "not a required option"
 
 
 def test_every_option_of_a_public_class_is_described(generate):

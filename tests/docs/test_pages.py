@@ -108,7 +108,7 @@ def test_commands_are_taken_by_the_command_line(page, tmp_path, monkeypatch):
             for name in (word for word in words if word.startswith("exported/") and word == words[0]):
                 (tmp_path / name).mkdir(parents=True, exist_ok=True)
             if not any(name.isupper() for name in words[:1]) and words != ["--help"]:
-                import_module(f"lightning_fastft.cli.{command}")._read_question(words)
+                import_module(f"lightning_fastft.cli.{command}")._parse_args(words)
             continue
         if command in ("demo", "bench", "convert"):
             continue
@@ -273,3 +273,18 @@ def test_messages_of_troubleshooting_are_ours():
     assert len(quoted) > 20
     assert [message for message in quoted if not any(message in text for text in texts)] == []
     assert not any("its documents did not see each other" in text for text in texts)
+
+
+def test_reasons_in_the_table_of_the_readme_are_ours():
+    """Each part of a reason is a part of a text of the package, which has any value at the place of a variable."""
+    table = (ROOT / "README.md").read_text().partition("optimisation  ")[2].partition("```")[0]
+    reasons = [re.split(r"\s{2,}", line)[2] for line in table.splitlines()[1:]]
+    assert len(reasons) > 5
+    known = [
+        ".*".join(map(re.escape, part.split("\0")))
+        for text in messages_of_the_package()
+        for part in text.split("; ")
+        if re.search(r"[a-zA-Z]{3}", part)
+    ]
+    parts = [part for reason in reasons for part in reason.split("; ")]
+    assert [part for part in parts if not any(re.fullmatch(pattern, part) for pattern in known)] == []

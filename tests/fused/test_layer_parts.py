@@ -203,7 +203,7 @@ def test_copies_that_one_product_reads_are_in_one_memory_that_follows_their_mast
         write_master(model)
         logits_of(model)
         parts = find_parts(layer, dtype=torch.bfloat16)
-        joint_RI = parts.qkv.joint_a()
+        joint_RI = parts.qkv.concatenated_a()
         names = ("q_proj", "k_proj", "v_proj")
         masters = [layer.self_attn._modules[name].lora_A["default"].weight for name in names]
         assert torch.equal(joint_RI, torch.cat(masters).bfloat16())

@@ -127,7 +127,7 @@ def test_streamed_weights_take_three_slots_and_stay_there_at_both_turns():
         predict(cost._replace(ends=EndBytes(70)), resident, machine=SLOW).peak_bytes
         == predict(cost, resident, machine=SLOW).peak_bytes
     )
-    copies = [interval.label for interval in streamed.lanes if interval.lane == "h2d"]
+    copies = [interval.label for interval in streamed.streams if interval.stream == "h2d"]
     assert copies == ["weights 3", "weights 4", "weights 5", "weights 2", "weights 1", "weights 0"]
     assert streamed.exposed_ms == pytest.approx(0.0)
 
@@ -135,7 +135,7 @@ def test_streamed_weights_take_three_slots_and_stay_there_at_both_turns():
 def test_activations_wait_behind_the_weights_in_their_lane():
     cost = plain_step(6, input_bytes=250, weight_bytes=300)
     offload = predict(cost, [plan._replace(is_streamed=True) for plan in uniform_plan(6, "offload")], machine=SLOW)
-    copies = [interval for interval in offload.lanes if interval.lane == "h2d"]
+    copies = [interval for interval in offload.streams if interval.stream == "h2d"]
     assert [copy.label for copy in copies][-2:] == ["weights 0", "input 0"]
     assert all(second.start_ms >= first.end_ms for first, second in pairwise(copies))
     assert offload.exposed_ms > 0
@@ -147,9 +147,11 @@ def test_lanes_never_do_two_things_at_once_and_compute_is_busy_unless_it_waits(s
     cost = random_step(rng, num_segments=5, num_values=3)
     prediction = predict(cost, random_plan(rng, cost), machine=Machine("any", 2e4, 3e4), buffers=rng.choice([1, 2, 3]))
     for lane in ("compute", "d2h", "h2d"):
-        intervals = [interval for interval in prediction.lanes if interval.lane == lane]
+        intervals = [interval for interval in prediction.streams if interval.stream == lane]
         assert all(second.start_ms >= first.end_ms - 1e-9 for first, second in pairwise(intervals))
-    busy_ms = sum(interval.end_ms - interval.start_ms for interval in prediction.lanes if interval.lane == "compute")
+    busy_ms = sum(
+        interval.end_ms - interval.start_ms for interval in prediction.streams if interval.stream == "compute"
+    )
     assert busy_ms + prediction.exposed_ms == pytest.approx(prediction.step_ms)
     assert prediction.peak_bytes == max(num_bytes for _, num_bytes in prediction.memory)
 

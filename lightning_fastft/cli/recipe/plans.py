@@ -93,8 +93,8 @@ def choose_pack_tokens(length_N: np.ndarray, *, most: int) -> int:
     longest, total = int(length_N.max()), int(length_N.sum())
     # The next power of two, or, beyond the usual pack, the next multiple of _ROUNDED_TO.
     whole = 1 << (longest - 1).bit_length() if longest <= PACK_TOKENS else -(-longest // _ROUNDED_TO) * _ROUNDED_TO
-    roomy = min(PACK_TOKENS, 1 << max(1, total // LEAST_STEPS).bit_length() - 1)
-    return min(most, max(whole, roomy, LEAST_PACK_TOKENS))
+    preferred = min(PACK_TOKENS, 1 << max(1, total // LEAST_STEPS).bit_length() - 1)
+    return min(most, max(whole, preferred, LEAST_PACK_TOKENS))
 
 
 def count_steps(length_N: np.ndarray, *, max_tokens: int) -> Steps:

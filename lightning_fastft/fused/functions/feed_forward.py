@@ -20,7 +20,7 @@ from lightning_fastft.fused.functions.projections import (
     project_normed,
     times_factor,
 )
-from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
+from lightning_fastft.fused.functions.rows import Grads, Norm, norm_gradients
 from lightning_fastft.fused.functions.scales import before_scale
 from lightning_fastft.fused.linear_gradients import parameter_gradients, quantised_gradient, rows_gradients_apart
 from lightning_fastft.fused.linears import (
@@ -34,6 +34,7 @@ from lightning_fastft.fused.linears import (
 from lightning_fastft.kernels.expert_gate.op import gate_backward, gate_forward
 from lightning_fastft.kernels.expert_gate.reference import GateForm, LowRankRows
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
+from lightning_fastft.kernels.launch import contiguous_rows
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
@@ -225,7 +226,7 @@ def _run_block(run: Callable[[_FeedForwardCall], torch.Tensor], call: _FeedForwa
     """Run the last Function of a layer, whose output a recompute may not need."""
     if call.session is None:
         return run(call)
-    return call.session.run_last(point, lambda: run(call), anew=lambda: run(call._replace(session=None)))
+    return call.session.run_last(point, lambda: run(call), full=lambda: run(call._replace(session=None)))
 
 
 def _restore(ctx: Any, others: Sequence[torch.Tensor]) -> tuple[_FeedForwardCall, tuple[Sequence[torch.Tensor], ...]]:

@@ -13,7 +13,7 @@ import torch
 from lightning_fastft.activations.segments import Session
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.column_scales import scale_output
-from lightning_fastft.fused.functions.rows import Grads, Norm, contiguous_rows, norm_gradients
+from lightning_fastft.fused.functions.rows import Grads, Norm, norm_gradients
 from lightning_fastft.fused.functions.scales import before_scale
 from lightning_fastft.fused.linear_gradients import (
     gradients_for,
@@ -25,6 +25,7 @@ from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER
 from lightning_fastft.fused.linears import FusedLinear, product, quantised_norm, rows_for, unscaled_product
 from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
+from lightning_fastft.kernels.launch import contiguous_rows
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm, shifted_weight
 

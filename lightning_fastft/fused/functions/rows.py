@@ -14,6 +14,7 @@ import torch
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.fused.linear_gradients import gradients_for
 from lightning_fastft.fused.linears import FusedLinear
+from lightning_fastft.kernels.launch import contiguous_rows
 from lightning_fastft.kernels.rms_norm.op import rms_norm_backward, rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm
 
@@ -86,8 +87,3 @@ def norm_gradients(
         is_checked=False,
     )
     return d_x_TD if needs_x else None, None if d_weight_D is None else d_weight_D.to(weight_D.dtype)
-
-
-def contiguous_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows whose elements are contiguous."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

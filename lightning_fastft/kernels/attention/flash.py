@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_fastft.kernels.launch import contiguous_rows
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.prefixes import VarlenArguments
 
@@ -158,8 +159,3 @@ def _kernel_ready(x_THW: torch.Tensor, *, width: int) -> torch.Tensor:
     if x_THW.shape[-1] != width:
         return torch.nn.functional.pad(x_THW, (0, width - x_THW.shape[-1]))
     return contiguous_rows(x_THW)
-
-
-def contiguous_rows(x_THW: torch.Tensor) -> torch.Tensor:
-    """Return heads whose last axis is contiguous; the tensor itself if it is already."""
-    return x_THW if x_THW.stride(-1) == 1 else x_THW.contiguous()

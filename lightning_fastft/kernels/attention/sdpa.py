@@ -14,6 +14,7 @@ import torch
 
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import capability_of
+from lightning_fastft.kernels.launch import contiguous_rows
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.prefixes import VarlenArguments
 
@@ -61,7 +62,7 @@ def offset_attention(
     Source:
         arXiv:2112.05682 through ``aten::_efficient_attention_forward`` and ``_backward``.
     """
-    ready = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THW, k_TGW, v_TGW))
+    ready = map(contiguous_rows, (q_THW, k_TGW, v_TGW))
     out: torch.Tensor = _OffsetAttention.apply(*ready, context.varlen(), scale)
     return out
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastft.kernels.attention.flash import Collect, Remember, contiguous_rows
-from lightning_fastft.kernels.launch import aligned_rows
+from lightning_fastft.kernels.attention.flash import Collect, Remember
+from lightning_fastft.kernels.launch import aligned_rows, contiguous_rows
 from lightning_fastft.packing.context import BatchContext
 
 if TYPE_CHECKING:

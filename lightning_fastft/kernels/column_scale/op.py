@@ -15,6 +15,7 @@ from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import FLOATING, choose_module, must_check, plain_numbers, wide_dtype
 from lightning_fastft.kernels.column_scale import reference
+from lightning_fastft.kernels.launch import contiguous_rows
 
 
 def row_factors(
@@ -266,7 +267,7 @@ class _ScaleByMagnitude(torch.autograd.Function):
         # A mixer that transposes the output for a convolution brings a transposed gradient.
         d_y_TN = d_y.reshape(-1, d_y.shape[-1])
         d_x_TN, products_N, totals_N = scale_columns_backward(
-            d_y_TN if d_y_TN.stride(-1) == 1 else d_y_TN.contiguous(),
+            contiguous_rows(d_y_TN),
             x.reshape(-1, x.shape[-1]) if needs_magnitude else None,
             factors_2N[0],
             needs_totals=needs_magnitude and bias_N is not None,

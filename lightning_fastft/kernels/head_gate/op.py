@@ -16,6 +16,7 @@ from lightning_fastft.kernels.backends import FLOATING, choose_module, must_chec
 from lightning_fastft.kernels.handover import Handover
 from lightning_fastft.kernels.head_gate import reference
 from lightning_fastft.kernels.head_gate.reference import ACTIVATIONS, HeadGateForm
+from lightning_fastft.kernels.launch import contiguous_rows
 
 
 def gate_heads(
@@ -174,7 +175,7 @@ class _GateHeads(torch.autograd.Function):
     def backward(ctx: Any, d_y_TI: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_THW, rows_TC, weight_W = ctx.saved_tensors
         d_rows_TC = torch.empty(rows_TC.shape, dtype=rows_TC.dtype, device=rows_TC.device)
-        d_y_TI = d_y_TI if d_y_TI.stride(-1) == 1 else d_y_TI.contiguous()
+        d_y_TI = contiguous_rows(d_y_TI)
         d_x_THW, d_weight_W = head_gate_backward(
             d_y_TI,
             x_THW,
