@@ -19,7 +19,8 @@ from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.last import with_last
 from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ranks
-from lightning_fastft.checkpoint.resume import ExactResume, check_settings
+from lightning_fastft.checkpoint.resume import ExactResume
+from lightning_fastft.checkpoint.settings import check_settings
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.checks import check_bool
 from lightning_fastft.core.collection import collect_after_step, collect_between_steps

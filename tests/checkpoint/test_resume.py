@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.checkpoint.files import check_file
-from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_differences
+from lightning_fastft.checkpoint.resume import ExactResume
+from lightning_fastft.checkpoint.settings import STATE, describe_differences
 from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
