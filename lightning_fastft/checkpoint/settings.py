@@ -9,6 +9,7 @@ from lightning_fastft.core.errors import ResumeError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from torch.optim import Optimizer
 
 STATE = "fastft_resume"
 # The shapes of trained tensors depend on these settings, so they cannot change.
@@ -17,6 +18,7 @@ _FIXED = ("lora.r",)
 _GROUPING = ("loraplus_lr_ratio",)
 # Settings whose values come from the checkpoint and not from this run.
 _RESTORED = ("learning_rate", "loraplus_lr_ratio", "weight_decay", "seed_everything")
+_NOT_GIVEN = object()
 _TRAINER_SETTINGS = (
     "accumulate_grad_batches",
     "gradient_clip_val",
@@ -60,12 +62,30 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return a line per setting that differs, with both values and the one that is used."""
     lines = []
-    for name in sorted(saved.keys() & current.keys()):
-        before, now = saved[name], current[name]
-        if _plain(before) != _plain(now):
-            effect = "the checkpoint's is used" if name in _RESTORED else "this run's is used"
-            lines.append(f"{name} was {before!r} and is {now!r} ({effect})")
+    groups = _groups(saved) & _groups(current)
+    for name in sorted(saved.keys() | current.keys()):
+        # Other names may belong to another version of the package.
+        if (name in saved and name in current) or name.rpartition(".")[0] in groups:
+            before, now = saved.get(name, _NOT_GIVEN), current.get(name, _NOT_GIVEN)
+            if _plain(before) != _plain(now):
+                effect = "the checkpoint's is used" if name in _RESTORED else "this run's is used"
+                lines.append(f"{name} was {_show(before)} and is {_show(now)} ({effect})")
     return lines
+
+
+def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Check that a saved state is not that of another kind of optimizer, by the options of its first group.
+
+    Raises:
+        ResumeError: Each has numbers among its options that the other has not.
+    """
+    own, found = _numbers(optimizer.defaults), _numbers(saved["param_groups"][0])
+    if own - found and found - own:
+        raise ResumeError(
+            f"The checkpoint holds the state of an optimizer with the options {', '.join(sorted(found))}, and "
+            f"{type(optimizer).__name__} has {', '.join(sorted(own))}. Resume with the optimizer of that run, or start "
+            "a new run from its weights without ckpt_path."
+        )
 
 
 def check_settings(checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
@@ -88,6 +108,21 @@ def check_settings(checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
             f"The checkpoint does not fit this run: {'; '.join(wrong)}. Resume with the values of the checkpoint, or "
             "start a new run without it."
         )
+
+
+def _groups(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of mappings that settings have leaves of."""
+    return {name.rpartition(".")[0] for name in settings if "." in name}
+
+
+def _show(value: Any) -> str:
+    return "not given" if value is _NOT_GIVEN else repr(value)
+
+
+def _numbers(options: Mapping[str, Any]) -> set[str]:
+    """Return the names of options that are numbers, or tuples of these; versions of torch differ in flags."""
+    names = {name for name, value in options.items() if isinstance(value, (int, float, tuple))}
+    return {name for name in names if not isinstance(options[name], bool)} - {"lr", "initial_lr"}
 
 
 def _plain(value: Any) -> Any:

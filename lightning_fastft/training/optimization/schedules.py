@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightning_fastft.core.checks import check_choice
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import OptionError, ResumeError
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -132,7 +132,17 @@ class RunSchedule(LambdaLR):
         super().step(epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a schedule, and the functions of groups that were added before its state was saved."""
+        """Restore a schedule, and the functions of groups that were added before its state was saved.
+
+        Raises:
+            ResumeError: The state is that of a scheduler of another class.
+        """
+        if "lr_lambdas" not in state_dict:
+            raise ResumeError(
+                "The checkpoint holds the state of a scheduler of another class than that of scheduler='cosine', "
+                "'linear' or 'constant'. Resume with the scheduler of that run, or start a new run from its weights "
+                "without ckpt_path."
+            )
         num_added = len(state_dict["lr_lambdas"]) - len(self.lr_lambdas)
         self.lr_lambdas += self.lr_lambdas[:1] * num_added
         super().load_state_dict(state_dict)
