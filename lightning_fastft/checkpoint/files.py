@@ -99,9 +99,10 @@ def load_file(path: Path, *, map_location: Any = "cpu", origin: str = "") -> Any
         try:
             return torch.load(file, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
-            reason = str(error).partition("\n")[0]
+            # torch begins with advice to load the file without checks.
+            reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0].partition(". Please")[0]
             raise UnsafeCheckpointError(
-                f"{origin or path} holds more than tensors and plain types and is not loaded: {reason}. "
+                f"{origin or path} holds more than tensors and plain types and is not loaded: {reason.rstrip('.')}. "
                 "Keep only tensors and plain types in hyperparameters and state, or add classes that you trust with "
                 "torch.serialization.add_safe_globals."
             ) from error

@@ -46,16 +46,17 @@ def set_batches_of_epoch(trainer: Trainer, num_batches: int) -> None:
         fetcher.fetched += num_batches - num_before
 
 
-def note_begun_epoch(trainer: Trainer) -> None:
-    """Make Lightning count the running epoch as begun.
+def begin_next_epoch(trainer: Trainer) -> None:
+    """Let a run that resumes at the last batch of an epoch begin the next one; call it in ``on_train_start``.
 
-    It does not where it resumes at the last batch of an epoch (2.6.6). A checkpoint of the next epoch then reads like
-    one of its end, and a run that resumes it trains that epoch again.
+    Lightning (2.6.6) has finished the first epoch by then, but trains the next one as the rest of it: without
+    ``on_train_epoch_start``, and without counting it as begun. A checkpoint of it then reads like one of its end, and a
+    run that resumes it trains that epoch again.
     """
-    progress: Any = trainer.fit_loop.epoch_progress
-    for tracker in (progress.total, progress.current):
-        for name in ("ready", "started"):
-            setattr(tracker, name, max(getattr(tracker, name), tracker.processed + 1))
+    loop: Any = trainer.fit_loop
+    epochs = loop.epoch_progress.total
+    if loop.restarted_mid_epoch and epochs.processed >= epochs.started:
+        loop.reset_restart_stage()
 
 
 def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:

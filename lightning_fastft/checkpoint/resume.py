@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_fastft.checkpoint.last import STOPPED
 from lightning_fastft.checkpoint.lightning_internals import (
     batch_progress,
+    begin_next_epoch,
     do_nothing,
     is_in_window,
-    note_begun_epoch,
     reopen_epoch,
     signal_connector,
     sigterm_broadcast,
@@ -25,10 +24,12 @@ from lightning_fastft.checkpoint.lightning_internals import (
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.rng import RandomState
+from lightning_fastft.checkpoint.settings import STATE, collect_settings, describe_differences
 from lightning_fastft.checkpoint.slurm import requeue_job, requeue_signal
 from lightning_fastft.checkpoint.stops import STOP_SIGNALS, RunStopped, StopSignals
+from lightning_fastft.checkpoint.trained_flags import TrainedFlags
 from lightning_fastft.core.checks import check_bool, check_float
-from lightning_fastft.core.errors import FastFTError, ResumeError
+from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
@@ -36,23 +37,8 @@ from lightning_fastft.core.status import Status
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-STATE = "fastft_resume"
-# The shapes of trained tensors depend on these settings, so they cannot change.
-_FIXED = ("lora.r",)
-# Settings that add groups to the optimizer if they are given.
-_GROUPING = ("loraplus_lr_ratio",)
-# Settings whose values come from the checkpoint and not from this run.
-_RESTORED = ("learning_rate", "loraplus_lr_ratio", "weight_decay", "seed_everything")
 _INTERRUPT_ANSWER = (
     "\nCtrl-C: the run saves at the next optimizer step and ends. A second Ctrl-C ends it at once, without saving.\n"
-)
-_TRAINER_SETTINGS = (
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "max_steps",
-    "max_epochs",
-    "precision",
 )
 
 
@@ -67,10 +53,10 @@ class ExactResume(GivenOnce, Callback):
 
     The strategies of this package add it. The result is bit-equal if the kernels of the model are deterministic.
 
-    Checkpoints get the random states of all ranks, which are restored at the first batch. A checkpoint inside an
-    accumulation window has the random states of the start of that window, because partial gradients are not saved.
-    PackedDataModule repeats the window; for other data modules there is a warning. Settings that differ from those of
-    the checkpoint are reported.
+    Checkpoints get the random states of all ranks, which are restored at the first batch, and the parameters that
+    callbacks froze or unfroze during the run. A checkpoint inside an accumulation window has the random states of the
+    start of that window, because partial gradients are not saved. PackedDataModule repeats the window; for other data
+    modules there is a warning. Settings that differ from those of the checkpoint are reported.
 
     After SIGTERM or SIGUSR1 all ranks save ``stopped-step=N.ckpt`` at the next optimizer step, and exit with code 143
     or 138. The folder is that of the first ModelCheckpoint, else the Trainer's ``default_root_dir``. A first Ctrl-C
@@ -117,6 +103,7 @@ class ExactResume(GivenOnce, Callback):
         self._at_window_start: RandomState | None = None
         self._step_before = 0
         self._to_restore: RandomState | None = None
+        self._flags = TrainedFlags()
         self._has_warned = False
         self._seed = 0
         self._status = Status("exact resume", "inactive", "no training yet")
@@ -132,12 +119,17 @@ class ExactResume(GivenOnce, Callback):
         self._stops = StopSignals()
         self._has_stopped = False
         self._at_window_start = self._to_restore = None
+        self._flags = TrainedFlags()
         self._seed = torch.initial_seed()
 
-    # Random states.
+    # Random states and trained parameters.
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record which parameters are trained."""
+        self._flags.note(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the random states of all ranks and the settings. Every rank must call this."""
+        """Add random states of all ranks, settings, and changes of ``requires_grad``. Every rank must call this."""
         self._stops.note_save()
         present = self._at_window_start if is_in_window(trainer) else None
         if present is not None:
@@ -145,10 +137,11 @@ class ExactResume(GivenOnce, Callback):
         else:
             present = RandomState.capture(trainer.strategy.root_device)
         states = on_all_ranks(present.to_plain, error=FastFTError)
-        checkpoint[STATE] = {"random": states, "settings": self._settings(trainer, pl_module)}
+        settings, flags = self._settings(trainer, pl_module), self._flags.changed(pl_module)
+        checkpoint[STATE] = {"random": states, "settings": settings, "requires_grad": flags}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Read the random state of this rank, and warn of settings that differ."""
+        """Read the random state of this rank, restore which parameters are trained, and warn of other settings."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         reopen_epoch(checkpoint)
@@ -159,6 +152,7 @@ class ExactResume(GivenOnce, Callback):
                 "random numbers differ from those of an uninterrupted run."
             )
             return
+        self._flags.restore(pl_module, state.get("requires_grad", {}))
         for line in describe_differences(state["settings"], self._settings(trainer, pl_module)):
             rank_zero_warn(f"Resumed with another setting than that of the checkpoint: {line}.")
         states = state["random"]
@@ -173,7 +167,6 @@ class ExactResume(GivenOnce, Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Restore the random states at the first batch of a resumed run; record them at the start of each window."""
         self._stops.note_progress()
-        note_begun_epoch(trainer)
         self._step_before = trainer.global_step
         device = trainer.strategy.root_device
         if self._to_restore is not None:
@@ -190,7 +183,8 @@ class ExactResume(GivenOnce, Callback):
         self._take_signals(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the signal handlers if there was no sanity check, and create the process group."""
+        """Install the signal handlers if there was no sanity check, create the process group, and find the epoch."""
+        begin_next_epoch(trainer)
         self._take_signals(trainer)
         self._vote.open()
         self._disable_sigterm_broadcast(trainer)
@@ -324,70 +318,3 @@ class ExactResume(GivenOnce, Callback):
                 "ModelCheckpoint(every_n_train_steps=...), or make val_check_interval a multiple of "
                 "accumulate_grad_batches."
             )
-
-
-def collect_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-    """Return the settings of Trainer and module by dotted name, as plain types."""
-    found = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS}
-    hparams = dict(getattr(pl_module, "hparams", {}))
-    # Lightning makes some names members of enumerations, which no checkpoint of plain types can hold.
-    return {
-        name: str.__str__(value) if isinstance(value, str) else value
-        for name, value in (found | flatten(hparams)).items()
-        if isinstance(value, (int, float, str, list, tuple, type(None)))
-    }
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted name; skip names that begin with an underscore.
-
-    Example:
-        >>> flatten({"lora": {"r": 4}, "_x": 1})
-        {'lora.r': 4}
-    """
-    found: dict[str, Any] = {}
-    for name, value in nested.items():
-        if str(name).startswith("_"):
-            continue
-        if isinstance(value, Mapping):
-            found.update(flatten(value, f"{prefix}{name}."))
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
-def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a line per setting that differs, with both values and the one that is used."""
-    lines = []
-    for name in sorted(saved.keys() & current.keys()):
-        before, now = saved[name], current[name]
-        if _plain(before) != _plain(now):
-            effect = "the checkpoint's is used" if name in _RESTORED else "this run's is used"
-            lines.append(f"{name} was {before!r} and is {now!r} ({effect})")
-    return lines
-
-
-def check_settings(checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
-    """Check that the settings of this run fit the tensors of a checkpoint, before any tensor is loaded.
-
-    Raises:
-        ResumeError: A setting differs; the message has its name and both values.
-    """
-    saved = checkpoint.get(STATE, {}).get("settings", {})
-    current = collect_settings(trainer, trainer.lightning_module)
-    wrong = [
-        f"{name} was {saved[name]!r} and is {current.get(name)!r}"
-        for name in (*_FIXED, *_GROUPING)
-        if name in saved
-        and current.get(name) != saved[name]
-        and (name in _FIXED or None in (current.get(name), saved[name]))
-    ]
-    if wrong:
-        raise ResumeError(
-            f"The checkpoint does not fit this run: {'; '.join(wrong)}. Resume with the values of the checkpoint, or "
-            "start a new run without it."
-        )
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import operator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +55,15 @@ def _streamed_weights(model: nn.Module) -> Iterator[str]:
                     yield f"{module_name}.{name}"
 
 
+def _read_flags(parameters: Iterable[nn.Parameter]) -> list[bool]:
+    return list(map(operator.attrgetter("requires_grad"), parameters))
+
+
 class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
     """Train one whole model per device with the features of FastFTStrategy, and average gradients once per step.
 
     Distribution is Lightning's own. Gradients are all-reduced in the last backward of an accumulation window, and not
-    before.
+    before. If callbacks freeze or unfreeze parameters during the run, the model is wrapped again.
 
     Args:
         activations: Policy for activations between forward and backward; None is ``OffloadCheckpointing("auto")``.
@@ -112,6 +118,8 @@ class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
             **kwargs,
         )
         self._is_graph_recorded = False
+        self._wrapped: list[nn.Parameter] = []
+        self._averaged: list[bool] = []
 
     def setup(self, trainer: Trainer) -> None:
         """Install packed training, wrap the model and create the optimizer."""
@@ -127,6 +135,25 @@ class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
         if streamed and self._patcher is not None:
             ignored = [*getattr(self.model, _IGNORED, ()), *streamed]
             self._patcher.set_attribute(self.model, _IGNORED, ignored)
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, and record whose gradients are averaged: those of the parameters that are trained now."""
+        super().configure_ddp()
+        assert self.model is not None
+        self._wrapped = list(self.model.parameters())
+        self._averaged = _read_flags(self._wrapped)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wrap the model again if a callback froze or unfroze parameters: DDP would not average new gradients."""
+        super().on_train_batch_start(batch, batch_idx)
+        if _read_flags(self._wrapped) == self._averaged:
+            return
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model = self.model.module
+        self._is_graph_recorded = False
+        # The buckets of the first wrapper are in a reference cycle.
+        gc.collect()
+        self.configure_ddp()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fastft.core.checks import check_choice, check_int, check_string
@@ -16,6 +17,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.context_parallel import MOST_DEVICES
 from lightning_fastft.strategies.folder_checkpoints import FolderCheckpointStrategy
 from lightning_fastft.strategies.mesh import check_mesh
+from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -174,8 +176,16 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
         """Shard the model if configure_model did not, then install packed training and create the optimizer.
 
         Raises:
-            OptionError: The strategy cannot shard the module; the message has the line to add to the module.
+            OptionError: The strategy cannot shard the module; the message has the line to add to the module. Or a
+                callback unfreezes layers.
         """
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, BaseFinetuning):
+                raise OptionError(
+                    f"{type(callback).__name__} looks up names of the optimizer's parameters during training. Under "
+                    "strategy='fastft_fsdp' those are shards. Use strategy='fastft_ddp', or freeze layers for the "
+                    "whole run without the callback."
+                )
         self._shard_module()
         super().setup(trainer)
         self._replicate()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.collate import PackedBatch
@@ -29,7 +29,7 @@ from lightning_fastft.training.optimization.choice import (
     find_fast_parameters,
     make_schedule,
 )
-from lightning_fastft.training.optimization.schedules import apply_found_rate, apply_schedule
+from lightning_fastft.training.optimization.schedules import RunSchedule, apply_found_rate, apply_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class Tuner(EvaluatedCausalLM):
                 end_share=self.min_learning_rate_share,
             )
             # No lambda: a Trainer is pickled with its schedules.
-            schedule = LambdaLR(
+            schedule = RunSchedule(
                 optimizer, share_of_peak if is_counted else functools.partial(self._share_at_place, share_of_peak)
             )
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -318,13 +318,13 @@ class Tuner(EvaluatedCausalLM):
         Raises:
             OptionError: Such a callback is there.
         """
-        check_early_callbacks(self.trainer.callbacks, has_model=self.model is not None)  # type: ignore[attr-defined]
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        check_early_callbacks(callbacks, has_model=self.model is not None, has_adapters=self.has_adapters)
         return []
 
     def on_train_start(self) -> None:
         """Give the rate that Lightning's LearningRateFinder found to the schedule, and a resumed run its own rate."""
-        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        has_finder = any(isinstance(callback, LearningRateFinder) for callback in callbacks)
+        has_finder = any(isinstance(callback, LearningRateFinder) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         for config in self.trainer.lr_scheduler_configs if has_finder else ():
             apply_found_rate(config.scheduler.optimizer, config.scheduler, found=self.learning_rate)
         for config in self.trainer.lr_scheduler_configs if self.trainer.ckpt_path is not None else ():

@@ -95,6 +95,14 @@ def test_folder_and_missing_file_are_named(tmp_path):
         io.load_checkpoint(tmp_path / "a.ckpt")
 
 
+def test_error_names_the_class_that_is_not_loaded(tmp_path):
+    torch.save({"x": fit}, tmp_path / "a.ckpt")
+    with pytest.raises(UnsafeCheckpointError, match=r"not loaded: .*tests\.checkpoint\.test_io\.fit") as told:
+        VerifiedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert str(told.value).isprintable()
+    assert "weights_only" not in str(told.value)
+
+
 @pytest.mark.parametrize("switch", ["argument", "environment"])
 def test_switches_that_would_let_code_run_have_no_effect_and_are_said(tmp_path, switch, monkeypatch):
     torch.save({"x": Runs(tmp_path / "ran")}, tmp_path / "a.ckpt")

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.checkpoint.files import check_file
-from lightning_fastft.checkpoint.resume import STATE, ExactResume, describe_differences
+from lightning_fastft.checkpoint.resume import ExactResume
+from lightning_fastft.checkpoint.settings import STATE, describe_differences
 from lightning_fastft.core.errors import ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -209,6 +210,42 @@ def test_evaluation_resumes_nothing_and_compares_nothing(tmp_path, recwarn):
 
 def test_equal_settings_are_not_said():
     assert describe_differences({"a": (1, 2), "gone": 1}, {"a": [1, 2], "new": 2}) == []
+
+
+def test_fields_of_a_mapping_that_one_side_does_not_give_are_said():
+    # Of lora, whose fields are those that were given.
+    before, now = {"lora.r": 4, "lora.use_dora": True, "x.y": 1}, {"lora.r": 4, "lora.use_rslora": True, "z.y": 1}
+    first, second = describe_differences(before, now)
+    assert "lora.use_dora was True and is not given" in first
+    assert "lora.use_rslora was not given and is True" in second
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [(momentum, torch.optim.AdamW), (torch.optim.AdamW, momentum), (momentum, None), (None, torch.optim.RMSprop)],
+)
+def test_state_of_another_optimizer_is_refused(before, now, tmp_path):
+    fit(tmp_path, tuner(optimizer=before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+    with pytest.raises(ResumeError, match="optimizer"):
+        fit(tmp_path, tuner(optimizer=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, torch.optim.AdamW), (torch.optim.AdamW, None)])
+def test_state_of_the_same_rule_is_resumed(before, now, tmp_path):
+    fit(tmp_path, tuner(optimizer=before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+    trainer = fit(tmp_path, tuner(optimizer=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+    assert {float(state["step"]) for state in trainer.optimizers[0].state.values()} == {2.0}
+
+
+def test_state_of_a_scheduler_of_another_class_is_refused(tmp_path):
+    other = tuner(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    fit(tmp_path, other, callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+    with pytest.raises(ResumeError, match="scheduler"):
+        fit(tmp_path, tuner(), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
 
 
 class SaveInWindow(Callback):

@@ -89,12 +89,13 @@ def check_averaging(
     return averaging
 
 
-def check_early_callbacks(callbacks: Iterable[Callback], *, has_model: bool) -> None:
+def check_early_callbacks(callbacks: Iterable[Callback], *, has_model: bool, has_adapters: bool) -> None:
     """Refuse Lightning's callbacks that change the parameters of a module in ``setup``, before its model is built.
 
     Args:
         callbacks: The callbacks of the Trainer.
         has_model: Whether the module has its model by then.
+        has_adapters: Whether adapters are trained.
 
     Raises:
         OptionError: Such a callback is there.
@@ -105,6 +106,12 @@ def check_early_callbacks(callbacks: Iterable[Callback], *, has_model: bool) -> 
             raise OptionError(
                 f"{name} masks weights in hooks of their layers, which are not there yet and which fused layers do not "
                 "run. Remove it, and prune the model before or after training."
+            )
+        if isinstance(callback, BaseFinetuning) and has_adapters:
+            raise OptionError(
+                f"{name} would freeze and train weights of the base, and checkpoints of adapters do not hold those. "
+                "Remove it, name the layers in lora={'target_modules': ...} or {'modules_to_save': ...}, or train all "
+                "weights without lora."
             )
         if isinstance(callback, BaseFinetuning) and not has_model:
             raise OptionError(

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightning_fastft.core.checks import check_choice
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import OptionError, ResumeError
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -97,6 +97,69 @@ def _share_of_peak(name: str, num_steps: int, num_warmup_steps: int, end_share: 
     done = min(1.0, (step - peak) / max(1, num_steps - peak))
     falling = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return end_share + (1.0 - end_share) * falling
+
+
+class RunSchedule(LambdaLR):
+    """A LambdaLR with one function for all groups, also for those that are added to the optimizer during a run.
+
+    Callbacks that unfreeze layers add groups, and may set their rates again. From then on such a rate follows the
+    schedule. torch's LambdaLR steps only optimizers with the groups that it was made with.
+
+    Args:
+        optimizer: Its present groups have their peak learning rates.
+        share_of_peak: Takes the step, and returns the share of the peak.
+
+    Example:
+        >>> weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+        >>> optimizer = torch.optim.SGD(weights[:1], lr=1.0)
+        >>> schedule = RunSchedule(optimizer, lambda step: 0.5**step)
+        >>> optimizer.step()
+        >>> schedule.step()
+        >>> optimizer.add_param_group({"params": weights[1:], "lr": 0.1})
+        >>> schedule.step()
+        >>> schedule.get_last_lr()
+        [0.25, 0.05]
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, share_of_peak: Callable[[float], float]) -> None:
+        self._num_first_groups = len(optimizer.param_groups)
+        super().__init__(optimizer, share_of_peak)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step, also of groups that were added or whose rate was set since the last one."""
+        for number in range(self._num_first_groups, len(self.optimizer.param_groups)):
+            self._include(number)
+        super().step(epoch)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a schedule, and the functions of groups that were added before its state was saved.
+
+        Raises:
+            ResumeError: The state is that of a scheduler of another class.
+        """
+        if "lr_lambdas" not in state_dict:
+            raise ResumeError(
+                "The checkpoint holds the state of a scheduler of another class than that of scheduler='cosine', "
+                "'linear' or 'constant'. Resume with the scheduler of that run, or start a new run from its weights "
+                "without ckpt_path."
+            )
+        num_added = len(state_dict["lr_lambdas"]) - len(self.lr_lambdas)
+        self.lr_lambdas += self.lr_lambdas[:1] * num_added
+        super().load_state_dict(state_dict)
+
+    def _include(self, number: int) -> None:
+        """Find the peak of an added group whose rate the schedule has not set."""
+        group, share = self.optimizer.param_groups[number], self.lr_lambdas[0](self.last_epoch)
+        is_new = number == len(self.base_lrs)
+        if is_new or group["lr"] != self.base_lrs[number] * share:
+            # A share of 0 is the end of a run; nothing is trained at its rates.
+            peak = group["lr"] / share if share else group["lr"]
+            group["initial_lr"] = peak
+            if is_new:
+                self.lr_lambdas.append(self.lr_lambdas[0])
+                self.base_lrs.append(peak)
+            else:
+                self.base_lrs[number] = peak
 
 
 def apply_schedule(scheduler: Any) -> None:

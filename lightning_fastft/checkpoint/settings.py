@@ -1,0 +1,129 @@
+"""The settings of a run in its checkpoints: which of them may differ when it is resumed, and which are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_fastft.core.errors import ResumeError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.optim import Optimizer
+
+STATE = "fastft_resume"
+# The shapes of trained tensors depend on these settings, so they cannot change.
+_FIXED = ("lora.r",)
+# Settings that add groups to the optimizer if they are given.
+_GROUPING = ("loraplus_lr_ratio",)
+# Settings whose values come from the checkpoint and not from this run.
+_RESTORED = ("learning_rate", "loraplus_lr_ratio", "weight_decay", "seed_everything")
+_NOT_GIVEN = object()
+_TRAINER_SETTINGS = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "max_steps",
+    "max_epochs",
+    "precision",
+)
+
+
+def collect_settings(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    """Return the settings of Trainer and module by dotted name, as plain types."""
+    found = {name: getattr(trainer, name) for name in _TRAINER_SETTINGS}
+    hparams = dict(getattr(pl_module, "hparams", {}))
+    # Lightning makes some names members of enumerations, which no checkpoint of plain types can hold.
+    return {
+        name: str.__str__(value) if isinstance(value, str) else value
+        for name, value in (found | flatten(hparams)).items()
+        if isinstance(value, (int, float, str, list, tuple, type(None)))
+    }
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by dotted name; skip names that begin with an underscore.
+
+    Example:
+        >>> flatten({"lora": {"r": 4}, "_x": 1})
+        {'lora.r': 4}
+    """
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        if str(name).startswith("_"):
+            continue
+        if isinstance(value, Mapping):
+            found.update(flatten(value, f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return a line per setting that differs, with both values and the one that is used."""
+    lines = []
+    groups = _groups(saved) & _groups(current)
+    for name in sorted(saved.keys() | current.keys()):
+        # Other names may belong to another version of the package.
+        if (name in saved and name in current) or name.rpartition(".")[0] in groups:
+            before, now = saved.get(name, _NOT_GIVEN), current.get(name, _NOT_GIVEN)
+            if _plain(before) != _plain(now):
+                effect = "the checkpoint's is used" if name in _RESTORED else "this run's is used"
+                lines.append(f"{name} was {_show(before)} and is {_show(now)} ({effect})")
+    return lines
+
+
+def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Check that a saved state is not that of another kind of optimizer, by the options of its first group.
+
+    Raises:
+        ResumeError: Each has numbers among its options that the other has not.
+    """
+    own, found = _numbers(optimizer.defaults), _numbers(saved["param_groups"][0])
+    if own - found and found - own:
+        raise ResumeError(
+            f"The checkpoint holds the state of an optimizer with the options {', '.join(sorted(found))}, and "
+            f"{type(optimizer).__name__} has {', '.join(sorted(own))}. Resume with the optimizer of that run, or start "
+            "a new run from its weights without ckpt_path."
+        )
+
+
+def check_settings(checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
+    """Check that the settings of this run fit the tensors of a checkpoint, before any tensor is loaded.
+
+    Raises:
+        ResumeError: A setting differs; the message has its name and both values.
+    """
+    saved = checkpoint.get(STATE, {}).get("settings", {})
+    current = collect_settings(trainer, trainer.lightning_module)
+    wrong = [
+        f"{name} was {saved[name]!r} and is {current.get(name)!r}"
+        for name in (*_FIXED, *_GROUPING)
+        if name in saved
+        and current.get(name) != saved[name]
+        and (name in _FIXED or None in (current.get(name), saved[name]))
+    ]
+    if wrong:
+        raise ResumeError(
+            f"The checkpoint does not fit this run: {'; '.join(wrong)}. Resume with the values of the checkpoint, or "
+            "start a new run without it."
+        )
+
+
+def _groups(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of mappings that settings have leaves of."""
+    return {name.rpartition(".")[0] for name in settings if "." in name}
+
+
+def _show(value: Any) -> str:
+    return "not given" if value is _NOT_GIVEN else repr(value)
+
+
+def _numbers(options: Mapping[str, Any]) -> set[str]:
+    """Return the names of options that are numbers, or tuples of these; versions of torch differ in flags."""
+    names = {name for name, value in options.items() if isinstance(value, (int, float, tuple))}
+    return {name for name in names if not isinstance(options[name], bool)} - {"lr", "initial_lr"}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
