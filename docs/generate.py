@@ -248,7 +248,7 @@ def _describe_default_lora() -> list[str]:
         "It adapts the projections of attention and of recurrent mixers, and dense and shared feed-forward layers. It",
         "never adapts the head, towers for images and sound, routers, gates of shared experts, indexers, or",
         "convolutions. Routed experts are adapted only if `target_parameters` names their stacks",
-        "([guide](guide.md#mixture-of-experts)). The table that `fit` logs gives the targets and the number of trained",
+        "([mixture of experts](experts.md)). The table that `fit` logs gives the targets and the number of trained",
         "weights (`pytest tests/hf/test_default_lora.py`).",
         "",
         "PEFT bars two kinds of layers. *barred by PEFT*: in families whose checkpoints hold experts one by one, PEFT",

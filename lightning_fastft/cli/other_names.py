@@ -92,7 +92,7 @@ _OPTIONS: Mapping[str, str] = {
     "beta": _LOSSES,
     "packing": "Rows are always packed; data.max_tokens is the length of a pack.",
     "sample_packing": "Rows are always packed; data.max_tokens is the length of a pack.",
-    "gradient_checkpointing": "Activations are planned from measured steps; the guide shows how to set them.",
+    "gradient_checkpointing": "Activations are planned from measured steps; docs/memory.md shows how to set them.",
     "flash_attention": "Attention is chosen by device and length; the table that fit prints names it.",
     "attn_implementation": "Attention is chosen by device and length; the table that fit prints names it.",
 }

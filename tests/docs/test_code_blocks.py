@@ -1,4 +1,4 @@
-"""Every Python block of README and guide runs as printed, on tiny models under the names of the page."""
+"""Every Python block of README and docs runs as printed, on tiny models under the names of the page."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from lightning_fastft.demo.files import write_demo_files
 from lightning_fastft.demo.generator import generate_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/guide.md")
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, "num_attention_heads": 4}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 NUM_ROWS = 40

@@ -169,6 +169,13 @@ def test_every_data_format_is_described():
         assert any(all(f"`{column}`" in row for column in columns) for row in rows), f"docs/guide.md, Formats: {name}"
 
 
+def test_guide_ends_with_a_list_of_all_other_pages():
+    listed = (ROOT / "docs/guide.md").read_text().partition("\n## Further pages\n")[2]
+    assert "\n## " not in listed
+    names = {path.name for path in (ROOT / "docs").glob("*.md")} - {"guide.md"}
+    assert set(re.findall(r"^- \[([\w.]+)\]", listed, flags=re.MULTILINE)) == names
+
+
 def test_readme_commands_are_found():
     found = {words[0] for words in commands(ROOT / "README.md")}
     assert found >= {"fit", "data", "doctor", "export"}

@@ -74,6 +74,9 @@ def test_the_site_builds_and_all_its_links_lead_somewhere(tmp_path):
     assert 'href="notebooks/quick_start.html"' in (tmp_path / "site/notebooks.html").read_text()
     assert (tmp_path / "site/search/search_index.json").is_file()
     for page in (tmp_path / "site").rglob("*.html"):
+        # A list without a blank line before it becomes text.
+        text = re.sub(r"<pre.*?</pre>", "", page.read_text(), flags=re.DOTALL)
+        assert re.findall(r"^(?:- |1\. ).*", text, flags=re.MULTILINE) == [], page.name
         targets = re.findall(r' (?:href|src)="?(?!\w+:|//|#|/)([^"#?> ]+)', page.read_text())
         assert [target for target in targets if page.name != "404.html" and not (page.parent / target).exists()] == []
 
