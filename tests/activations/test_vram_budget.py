@@ -212,13 +212,22 @@ def test_a_budget_that_only_tiles_can_keep(allocator, mlp_tiles):
 
 
 @pytest.mark.parametrize(
-    ("share", "mlp_tiles", "num_tiles", "is_streamed"),
-    [(0.9, "auto", 8, False), (0.9, 1, 1, True), (1.001, "auto", 1, True)],
+    ("share", "inner", "mlp_tiles", "num_tiles", "is_streamed"),
+    [
+        (0.9, 8192, "auto", 8, False),
+        (0.9, 8192, 1, 1, True),
+        (1.001, 8192, "auto", 1, True),
+        (0.6, 64, "auto", 1, True),
+    ],
 )
-def test_tiles_come_before_steps_that_are_not_predicted_to_fit(allocator, share, mlp_tiles, num_tiles, is_streamed):
-    """share is the budget's, of the leanest plan without tiles, which streams weights; in tiles they need not move."""
-    allocator.base_bytes = 64 * MIB
-    wide = {"num_hidden_layers": 4, "intermediate_size": 8192}
+def test_tiles_come_before_steps_that_are_not_predicted_to_fit(
+    allocator, share, inner, mlp_tiles, num_tiles, is_streamed
+):
+    """share is the budget's, of the leanest plan without tiles, which streams weights. In tiles they need not move; a
+    narrow block does not fit in tiles either.
+    """
+    allocator.base_bytes = 64 * MIB if inner == 8192 else 0
+    wide = {"num_hidden_layers": 4, "intermediate_size": inner}
     probe = Attached(adapted(**wide), vram_budget=1, host_budget=1)
     probe.step()
     leanest = choose_first_plan(
@@ -236,6 +245,7 @@ def test_tiles_come_before_steps_that_are_not_predicted_to_fit(allocator, share,
     assert_near(attached.step(), expected)
     assert attached.stack.num_tiles == num_tiles
     assert (attached.stack.weights.streamed is not None) == is_streamed
+    assert (attached.stack._predicted == probe.stack._predicted) == (num_tiles == 1)
 
 
 def test_a_watch_lowers_the_memory_of_plans_at_the_limit_and_ends():

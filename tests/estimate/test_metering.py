@@ -117,6 +117,27 @@ def test_attention_runs_at_the_rate_measured_for_its_documents(document_tokens, 
     assert taken == pytest.approx(4 * 40 * 128 * ROWS * document_tokens / 2 / rate * 1e3 + GAP_MS)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "document_tokens", "bytes_per_value"),
+    # The sum of flash attention in fp32; the workspace of cuDNN; its fourth part, with copies of a group of heads.
+    [(ROWS, 2048, 4 * (1 + 128 / 2048)), (ROWS, 8192, 12), (131_072, 131_072, (12 + 8) / 4)],
+)
+def test_the_backward_of_attention_takes_temporary_memory(num_tokens, document_tokens, bytes_per_value):
+    q, kv = meta(num_tokens, 40, 128), meta(num_tokens, 8, 128)
+    start, lse, state = (
+        meta(3, dtype=torch.int32),
+        meta(40, num_tokens, dtype=torch.float32),
+        meta(2, dtype=torch.int64),
+    )
+    meter = Meter(document_tokens=document_tokens, resident=[q, kv, start, lse, state])
+    with meter:
+        gradients = torch.ops.aten._flash_attention_backward(
+            q, q, kv, kv, q, lse, start, start, num_tokens, num_tokens, 0.0, True, state, state
+        )
+    gradient_bytes = sum(gradient.nbytes for gradient in gradients)
+    assert meter.peak_bytes - gradient_bytes == pytest.approx(bytes_per_value * q.numel())
+
+
 def test_a_window_bounds_what_a_query_sees():
     q, kv = meta(ROWS, 40, 128), meta(ROWS, 8, 128)
     whole = taken_ms(lambda: flash(q, kv), document_tokens=2048) - GAP_MS
