@@ -68,8 +68,8 @@ def parse_mode(mode: str) -> Mode:
     +stream or +resident, +ragged and +tilesN.
 
     "fused" adds FusedKernels, "graphs" adds it with CUDA graphs, "graphs=auto" with those where the device waits for
-    the host, "fp8" with products in fp8 (rows of their own: what they compute is an approximation, which the judge
-    allows for), "stream" keeps frozen weights on the host, "resident" keeps those that FSDP2 shards gathered, "tilesN"
+    the host, "fp8" with products in fp8 (an approximation, with bounds of its own in the judge and separate rows),
+    "stream" keeps frozen weights on the host, "resident" keeps those that FSDP2 shards gathered, "tilesN"
     runs feed-forward blocks in N tiles (without it "auto" adds tiles where nothing else fits), "ragged" trains packs of
     many lengths after the first. "shipped" is what the shipped configs ask for.
 

@@ -266,8 +266,8 @@ class SegmentStack(PlannedStack):
             ends=self.weights.ends,
             mlp_tiles=num_tiles,
         )
-        limits: Any = {"host_budget_bytes": self._host_budget(), "buffers": self.options.buffers}
-        limits |= {"vram_budget_bytes": vram_budget, "streaming": self._streaming}
+        limits: dict[str, Any] = {"vram_budget_bytes": vram_budget, "host_budget_bytes": self._host_budget()}
+        limits |= {"buffers": self.options.buffers, "streaming": self._streaming}
         column_bytes = self._longest_bytes // hidden.shape[-1] // num_tiles
         check_feasible(self._predicted, self._layers, column_bytes=column_bytes, **limits)
         return choose_first_plan(self._predicted, counted=self.measurement.counted, **limits)

@@ -20,10 +20,11 @@ from lightning_fastft.kernels.attention.flash import Remember, Tensors
 from lightning_fastft.kernels.sizes import next_power_of_2
 from lightning_fastft.packing.context import BatchContext
 
-# Workspace of the backward in bytes per query value: 7.52 GiB for 131,072 tokens, 40 query and 8 key heads of 128.
+# Workspace of the backward in bytes per query value. cuDNN 9 asked for 7.52 GiB with 131,072 tokens and 40 query and 8
+# key heads of width 128 on an H200 (an allocation that failed).
 _WORKSPACE_PER_VALUE = 12
-# The backward runs over groups of heads, one after the other, whose workspace is at most this. A group still has
-# thousands of tiles, so the GPU stays full.
+# Most that a call of the backward may take; with more heads it runs over groups of them, one after the other. At the
+# lengths where this happens a group still fills the GPU.
 _GROUP_WORKSPACE_BYTES = 2 * 2**30
 
 
@@ -53,9 +54,9 @@ def cudnn_attention(
         MissingDependencyError: nvidia-cudnn-frontend is not installed.
 
     Cost:
-        Memory linear in T, and B x H x longest document in fp32 in the backward, with a workspace of up to 2 GiB: more
-        than that is spent on one group of heads after the other. Tensors whose memory order is not token by token are
-        copied. No host sync once a shape is known.
+        Memory linear in T. The backward takes B x H x longest document in fp32 and a workspace of 12 bytes per query
+        value; above 2 GiB it runs over groups of heads, one after the other. Tensors whose memory order is not token by
+        token are copied. No host sync once a shape is known.
 
     Source:
         https://github.com/NVIDIA/cudnn-frontend, ``cudnn.sdpa_torch`` and ``torch.ops.cudnn.sdpa_bwd``; its window
@@ -148,7 +149,7 @@ class _CudnnAttention(torch.autograd.Function):
 
 
 def count_head_groups(num_query_values: int, *, num_kv_heads: int) -> int:
-    """Return in how many equal groups of heads the backward runs, so that the workspace of each stays in its bound.
+    """Return the fewest equal groups of heads whose workspaces are within the bound, at most one for each key head.
 
     Example:
         >>> count_head_groups(131_072 * 40 * 128, num_kv_heads=8), count_head_groups(8192 * 40 * 128, num_kv_heads=8)
@@ -167,7 +168,7 @@ def backward_bytes(num_query_values: int, *, num_kv_heads: int) -> int:
 
 
 def _pad_lse(lse_TH: torch.Tensor, documents: _Documents, *, max_length: int) -> torch.Tensor:
-    """Return the log-sum-exp as the backward takes it: document by document, rows of ``max_length`` tokens."""
+    """Return the log-sum-exp in a row of ``max_length`` tokens for each document, as cuDNN's backward reads it."""
     num_documents = documents.start_B1.numel() - 1
     lse_BHL = lse_TH.new_zeros(num_documents, lse_TH.shape[1], max_length)
     lse_BHL[documents.document_T, :, documents.position_T] = lse_TH
