@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,7 +195,15 @@ def check_plan(
         told = {"is_deterministic": False, "why": str(error)[:300]}
         error.__traceback__ = None
     if not told["is_deterministic"]:
-        planned, plain = _both(tuner, batch, stack)
+        # Cycles of the failed step hold its activations, for which the budget has no room twice.
+        gc.collect()
+        if is_cuda:
+            torch.cuda.empty_cache()
+        try:
+            planned, plain = _both(tuner, batch, stack)
+        except RuntimeError as error:
+            error.add_note(f"With deterministic kernels, before: {told['why']}")
+            raise
     num_equal = sum(torch.equal(planned[name], plain[name]) for name in plain if name in planned)
     verdict = judging.judge(planned, plain, device="cuda" if is_cuda else "cpu")
     if is_cuda:
@@ -272,10 +281,10 @@ def _gradients(tuner: FineTuner, batch: PackedBatch) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def recomputed(stack: SegmentStack) -> Iterator[None]:
-    """Have every segment recompute from inputs on the device for a while; the plan and its engine come back."""
+    """Recompute every segment, with inputs where the plan has them, so that a budget is kept; then restore the plan."""
     plans, engine = [segment.plan for segment in stack.segments], stack.engine
-    for segment in stack.segments:
-        segment.follow(RECOMPUTE, None)
+    for segment, plan in zip(stack.segments, plans):
+        segment.follow(RECOMPUTE._replace(input_place=plan.input_place), engine)
     try:
         yield
     finally:
