@@ -12,6 +12,7 @@ from benchmarks.offload_rig import Rig, Run, disagreement, exposed_ms
 from benchmarks.ruler import plans
 from benchmarks.ruler.building import build
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, plan_packs, read_lengths
+from lightning_fastft.activations.segments import Segment
 from lightning_fastft.monitor.report import copies
 from lightning_fastft.monitor.report.copies import Copy, Kernel, copy_use, read_events
 from lightning_fastft.planner.step import Machine, SegmentCost, StepCost, ValueCost, uniform_plan
@@ -233,6 +234,17 @@ def test_runs_used_what_their_names_say(runs):
     assert full["plan_check"]["is_bitwise"]
     # Two layers, each late at least in its forward.
     assert full["summary"]["median"] >= 80.0
+
+
+def test_a_plan_is_checked_against_recompute_with_the_same_inputs_on_the_host():
+    segments = [Segment(index) for index in range(3)]
+    stack = SimpleNamespace(segments=segments, engine=None)
+    planned = [plan._replace(values=(("attention", "host"),)) for plan in uniform_plan(3, "offload")]
+    for segment, plan in zip(segments, planned):
+        segment.follow(plan, None)
+    with plans.recomputed(stack):
+        assert [segment.plan for segment in segments] == list(uniform_plan(3, "offload"))
+    assert [segment.plan for segment in segments] == planned
 
 
 @pytest.mark.fault
