@@ -3,10 +3,10 @@ r"""Compare the predictions of ``fastft plan`` with every measured step of one G
     python -m benchmarks.plan_error
 
 No GPU. Each row is predicted from published rates and the shares of them that kernels reach (lightning_fastft/estimate),
-with the options of its run. Two constants there come from the rows marked "used": the host time per kernel, and the
-bandwidth of element-wise operators of PyTorch. What a run used and the estimate does not know is named in the last
-column. The last lines count the rows within 10 %: all, those without such options, of these the ones not used, and of
-them the newest of each setting on each kind of GPU: older rows measured older code.
+with the options of its run. Three constants there come from the rows marked "used": the host time per kernel, and the
+bandwidth of element-wise operators of PyTorch and of fla-core's kernels. What a run used and the estimate does not know
+is named in the last column. The last lines count the rows within 10 %: all, those without such options, of these the
+ones not used, and of them the newest of each setting on each kind of GPU: older rows measured older code.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ USED = {
     ("2026-11-20", "qwen3-14b-qlora, packed, labels 100%", "ours keep, adamw_8bit"),
     ("2026-11-22", "qwen3-0.6b-lora, packed, labels 100%", "ours keep+fused, adamw_fused"),
     ("2026-11-22", "qwen3-0.6b-lora, packed, 8192 tokens per GPU, keep+fused", "ours keep+fused"),
+    ("2026-11-24", "qwen3.5-9b-usual-lora, packed, labels 100%", "ours keep+fused, adamw_fused"),
 }
 # What a run may use and the estimate does not know.
 UNKNOWN = {"liger": "fused kernels of Liger"}

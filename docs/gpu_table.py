@@ -67,6 +67,9 @@ MODELS: dict[str, dict[str, Any]] = {
         num_hidden_layers=80,
         num_attention_heads=64,
     ),
+    "Qwen3.5-9B": _config("qwen3.5-9b-lora"),
+    "Qwen3.5-35B-A3B": _config("qwen3.5-35b-a3b-12l-usual-lora", num_hidden_layers=40),
+    "Gemma-4-E4B": _config("gemma-4-e4b-lora"),
     "Qwen3-30B-A3B": _config("qwen3-30b-a3b-lora"),
     "gpt-oss-20b": _config("gpt-oss-20b-lora"),
     "gpt-oss-120b": _config("gpt-oss-20b-lora", num_hidden_layers=36, num_local_experts=128),
@@ -95,7 +98,8 @@ class Measured(NamedTuple):
 MEASURED: dict[tuple[str, Method, str], Measured] = {
     ("Qwen3-14B", "qlora", "H200"): Measured("qwen3-14b-qlora, packed, labels 100%", without="fp8"),
     ("Qwen3-0.6B", "lora", "H200"): Measured("qwen3-0.6b-lora, packed, labels 100%"),
-    ("Qwen3-8B", "full", "H200"): Measured("qwen3-8b-full, packed, labels 100%"),
+    ("Qwen3-8B", "full", "H200"): Measured("qwen3-8b-full, packed, labels 100%", without="fp8"),
+    ("Qwen3.5-9B", "lora", "H200"): Measured("qwen3.5-9b-lora, packed, labels 100%"),
 }
 
 
@@ -164,7 +168,7 @@ def read_measured(measured: Measured, gpu: Gpu) -> float:
         return max(
             float(row["value"])
             for row in csv.DictReader(file)
-            if row["benchmark"] == "train_step"
+            if row["benchmark"] in ("train_step", "compare")
             and (row["workload"], row["metric"]) == (measured.workload, "tokens")
             and row["device"].endswith(gpu.name)
             and row["system"].startswith("ours")

@@ -316,7 +316,7 @@ def _meter_layers(
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on the meta device, so its costs are not known without a GPU: "
-            f"{error}. Plan on the GPU, where the first steps are measured."
+            f"{str(error).rstrip('.')}. Plan on the GPU, where the first steps are measured."
         ) from error
     finally:
         for parameter in model.parameters():

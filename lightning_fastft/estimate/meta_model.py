@@ -24,7 +24,6 @@ from lightning_fastft.hf.loading.source import ModelSource, auto_class
 from lightning_fastft.hf.lora import cast_adapters, check_patterns, without_pattern_warning
 from lightning_fastft.hf.lora_targets import copy_with_targets
 from lightning_fastft.kernels.nf4_experts.reference import BLOCK_WEIGHTS, GROUP_BLOCKS
-from lightning_fastft.mixers.install import STATUS_NAME as MIXERS_STATUS
 from lightning_fastft.moe.install import install_bincount_router, install_fp8_experts
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import BatchContext
@@ -185,9 +184,7 @@ def install_as_in_a_run(
         install_fp8_base(model, patcher, is_emulated=True)
         install_fp8_experts(model, patcher, is_emulated=True)
     install_low_precision_adapters(model, patcher, compute_dtype=model.dtype)
-    statuses = install_packed_training(model, patcher, checkpointing=checkpointing).statuses
-    if any(status.name == MIXERS_STATUS and status.state == "active" for status in statuses):
-        raise NotImplementedError("the kernels of recurrent mixers run on a GPU only")
+    install_packed_training(model, patcher, checkpointing=checkpointing)
     if is_fused and not swaps.is_fp8:
         fuse_weight_buffers(model, patcher, device_types=("meta",))
     return is_fused

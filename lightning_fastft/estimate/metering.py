@@ -20,6 +20,7 @@ from lightning_fastft.kernels.attention.cudnn_backend import backward_bytes
 from lightning_fastft.kernels.attention.op import CUDNN_HEAD_WIDTH, CUDNN_MIN_DOCUMENT_LENGTH
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
+from lightning_fastft.mixers.fla_functions import SHAPE_FUNCTIONS
 
 # Shares are relative to what one H200 reaches, where most were measured: 4.3 TB/s, and 690 TFLOP/s in dense bf16
 # products. Causal attention in TFLOP/s, forward and backward, by document length: flash attention, and cuDNN
@@ -48,6 +49,9 @@ _GROUPED_RATES = ((768, 474, 753), (1536, 521, 913), (2880, 597, 857))
 _THIN_SHARE = 0.45
 # Time from the end of a kernel to the start of the next one.
 _KERNEL_MS = 0.002
+# Kernels of fla-core relative to 4.3 TB/s, fitted to Qwen3.5-9B LoRA with all activations kept (514 ms): they wait for
+# small products, and states pass from chunk to chunk.
+_FLA_SHARE = 0.35
 # The backward of attention computes two and a half times the products of its forward.
 _BACKWARD_PRODUCTS = 2.5
 # Flash attention sums the gradient of the queries in fp32, in rows padded to this many per document.
@@ -310,6 +314,10 @@ def _loss_cost(*_: Any, **__: Any) -> tuple[float, float]:
     return 0.0, _LOSS_SHARE
 
 
+def _fla_cost(*_: Any, **__: Any) -> tuple[float, float]:
+    return 0.0, _FLA_SHARE
+
+
 def _norm_cost(*_: Any, needs_weight: bool, **__: Any) -> tuple[float, float]:
     return 0.0, _TRAINED_NORM_SHARE if needs_weight else _ROWS_SHARE
 
@@ -321,6 +329,7 @@ _KERNEL_COSTS: dict[str, Callable[..., tuple[float, float]]] = {
     "multiply": _fp8_cost,
     "row_losses": _loss_cost,
     "rms_norm_backward": _norm_cost,
+    **dict.fromkeys(SHAPE_FUNCTIONS, _fla_cost),
 }
 
 

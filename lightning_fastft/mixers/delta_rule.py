@@ -15,6 +15,7 @@ import torch
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.chunk_gradients.op import chunk_gradients
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkInputs
+from lightning_fastft.mixers.fla_functions import fla_functions
 from lightning_fastft.packing.chunks import Chunks
 
 
@@ -68,22 +69,17 @@ class _DeltaRule(torch.autograd.Function):
         beta_TH: torch.Tensor,
         chunks: Chunks,
     ) -> torch.Tensor:
-        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
-        from fla.ops.common.chunk_o import chunk_fwd_o
-        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
-        from fla.ops.utils import chunk_local_cumsum
-        from fla.ops.utils.constant import RCP_LN2
-
+        fla = fla_functions(q_TGW.device)
         ctx.chunks, ctx.g_dtype = chunks, g_TH.dtype
         places = _chunk_arguments(chunks)
         q, k, v, g, beta = (x[None].contiguous() for x in (q_TGW, k_TGW, v_THW, g_TH, beta_TH))
-        decay = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **places)
-        w, u, inverse = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=decay, beta=beta, chunk_size=CHUNK, **places)
-        state, value, _ = chunk_gated_delta_rule_fwd_h(
+        decay = fla.chunk_local_cumsum(g, chunk_size=CHUNK, scale=fla.RCP_LN2, **places)
+        w, u, inverse = fla.chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=decay, beta=beta, chunk_size=CHUNK, **places)
+        state, value, _ = fla.chunk_gated_delta_rule_fwd_h(
             k=k, w=w, u=u, g=decay, chunk_size=CHUNK, chunk_offsets=chunks.first_S1, **places
         )
         ctx.save_for_backward(q, k, v, decay, beta, inverse)
-        out: torch.Tensor = chunk_fwd_o(
+        out: torch.Tensor = fla.chunk_fwd_o(
             q=q, k=k, v=value, h=state, g=decay, scale=_scale(q), chunk_size=CHUNK, **places
         )
         return out[0].to(v_THW.dtype)
@@ -91,20 +87,16 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out_THW: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu, chunk_gated_delta_rule_fwd_h
-        from fla.ops.common.chunk_o import chunk_bwd_dv_local
-        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
-        from fla.ops.utils import chunk_local_cumsum
-
+        fla = fla_functions(d_out_THW.device)
         q, k, v, decay, beta, inverse = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
         places, scale, d_out = _chunk_arguments(chunks), _scale(q), d_out_THW[None].contiguous()
-        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **places)
-        state, value, _ = chunk_gated_delta_rule_fwd_h(
+        w, u = fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **places)
+        state, value, _ = fla.chunk_gated_delta_rule_fwd_h(
             k=k, w=w, u=u, g=decay, chunk_size=CHUNK, chunk_offsets=chunks.first_S1, **places
         )
-        d_value = chunk_bwd_dv_local(q=q, k=k, g=decay, do=d_out, scale=scale, chunk_size=CHUNK, **places)
-        d_state, _, d_value = chunk_gated_delta_rule_bwd_dhu(
+        d_value = fla.chunk_bwd_dv_local(q=q, k=k, g=decay, do=d_out, scale=scale, chunk_size=CHUNK, **places)
+        d_state, _, d_value = fla.chunk_gated_delta_rule_bwd_dhu(
             q=q,
             k=k,
             w=w,
@@ -120,10 +112,10 @@ class _DeltaRule(torch.autograd.Function):
         inputs = ChunkInputs(*tensors, scale=scale, d_value_TJV=d_value[0])
         d_q_THK, d_k_THK, d_w_TJK, d_decay_TJ = chunk_gradients(inputs, is_checked=False)
         assert d_w_TJK is not None
-        d_k, d_v, d_beta, d_decay = prepare_wy_repr_bwd(
+        d_k, d_v, d_beta, d_decay = fla.prepare_wy_repr_bwd(
             k=k, v=v, beta=beta, g=decay, A=inverse, dw=d_w_TJK[None], du=d_value, **places
         )
-        d_g = chunk_local_cumsum(d_decay.add_(d_decay_TJ[None]), chunk_size=CHUNK, reverse=True, **places)
+        d_g = fla.chunk_local_cumsum(d_decay.add_(d_decay_TJ[None]), chunk_size=CHUNK, reverse=True, **places)
         return d_q_THK, d_k_THK.add_(d_k[0]), d_v[0], d_g[0].to(ctx.g_dtype), d_beta[0], None
 
 

@@ -1,7 +1,8 @@
 """The gated delta rule of packed documents, from the fused projection of a layer to the input of its output projection.
 
-On a GPU the rule runs once on the whole pack with the kernels of fla-core; on a CPU it runs in plain PyTorch, once per
-document. Our kernels around it read and write columns of the fused projection in place.
+On a GPU the rule runs once on the whole pack with the kernels of fla-core (on the meta device, with their shapes); on a
+CPU it runs in plain PyTorch, once per document. Our kernels around it read and write columns of the fused projection in
+place.
 
 Axes: T tokens of the pack, L tokens of a document, C columns of the fused projection, G query and key heads, H value
     heads, W columns of a head, I = H W, c tokens of a chunk.
@@ -65,8 +66,8 @@ def gated_delta(
     """
     row_gradient = Handover()
     inputs = make_delta_inputs(rows_TC, parameters, context.position_T, form=form, row_gradient=row_gradient)
-    if rows_TC.is_cuda:
-        rule = find_kernels(family)["torch_chunk_gated_delta_rule"]
+    if rows_TC.is_cuda or rows_TC.is_meta:
+        rule = find_kernels(family, is_meta=rows_TC.is_meta)["torch_chunk_gated_delta_rule"]
         q, k, v, g, beta = (part[None] for part in inputs)
         out_THW = rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=False, context=context)[0][0]
         context.note_read(ON_KERNELS)

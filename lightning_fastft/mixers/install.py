@@ -63,13 +63,14 @@ def run_mixer(mixer: Any, family: MixerFamily, hidden_states: torch.Tensor, *arg
     """
     context, kwargs = _take_context(kwargs)
     own_forward = type(mixer).forward
-    if not hidden_states.is_cuda:
+    is_on_gpu = hidden_states.is_cuda or hidden_states.is_meta
+    if not is_on_gpu:
         own_forward = without_kernels(own_forward)
     if context is None:
         return own_forward(mixer, hidden_states, *args, **kwargs)
     _check_packable(mixer, hidden_states, args, kwargs, context=context)
-    if hidden_states.is_cuda:
-        functions = find_kernels(family)
+    if is_on_gpu:
+        functions = find_kernels(family, is_meta=hidden_states.is_meta)
         context.note_read(ON_KERNELS)
         return run_on_kernels(mixer, functions, hidden_states, context=context, **kwargs)
     context.note_read(BY_DOCUMENT)
@@ -108,7 +109,10 @@ def install_mixers(model: PreTrainedModel, patcher: ModelPatcher) -> list[Status
     if family is None:
         return []
     if mixers:
-        functions = find_kernels(family) if any(parameter.is_cuda for parameter in mixers[0].parameters()) else {}
+        weights = [*mixers[0].parameters()]
+        is_meta = any(weight.is_meta for weight in weights)
+        is_on_gpu = is_meta or any(weight.is_cuda for weight in weights)
+        functions = find_kernels(family, is_meta=is_meta) if is_on_gpu else {}
         for kind in {type(mixer) for mixer in mixers}:
             check_calls(kind, functions)
         # Read the dtype of the largest weight: vectors and adapters may have a wider one.

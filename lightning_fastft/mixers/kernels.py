@@ -25,22 +25,31 @@ from lightning_fastft.hf.mixers import Kind, MixerFamily
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
 from lightning_fastft.mixers import mamba2
 from lightning_fastft.mixers.delta_rule import delta_rule
+from lightning_fastft.mixers.fla_functions import fla_functions
 from lightning_fastft.packing.context import BatchContext
 
 # Activations of fla-core's convolution.
 _ACTIVATIONS = (None, "silu", "swish")
 
 
-def find_kernels(family: MixerFamily) -> dict[str, Callable[..., Any]]:
+def find_kernels(family: MixerFamily, *, is_meta: bool = False) -> dict[str, Callable[..., Any]]:
     """Return the packed kernels of a kind of mixer, keyed by the names that transformers' code calls.
 
+    Args:
+        family: Description of the model's mixers.
+        is_meta: For tensors on the meta device, where the kernels return shapes and fla-core is not needed.
+
     Raises:
-        UnsupportedModelError: The kind has no GPU kernel, or fla-core is not installed.
+        UnsupportedModelError: The kind has no GPU kernel, or none on the meta device, or fla-core is not installed.
     """
     if family.kind not in _FUNCTIONS:
         raise UnsupportedModelError(
             f"{family.class_name} ({family.kind}) has no GPU kernel yet, which packed documents need. {ADVICE}"
         )
+    if is_meta:
+        if family.kind == "Kimi delta attention":
+            raise UnsupportedModelError(f"The kernels of {family.kind} run on a GPU only.")
+        return _FUNCTIONS[family.kind]
     try:
         import fla.modules.causal_conv1d
         import fla.ops.gated_delta_rule
@@ -124,10 +133,7 @@ def _convolve(
             f"The convolution of a mixer has the activation {activation!r}; the GPU kernel supports 'silu' or none. "
             "Train this model with one document per row."
         )
-
-    from fla.modules.causal_conv1d import causal_conv1d
-
-    out_1TC, _ = causal_conv1d(
+    out_1TC, _ = fla_functions(x_1CT.device).causal_conv1d(
         x_1CT.transpose(1, 2).to(weight.dtype),
         weight,
         bias,
@@ -150,9 +156,8 @@ def _gated_delta_rule(
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute transformers' ``torch_chunk_gated_delta_rule``, each document from an empty state."""
-    from fla.modules.norm.l2norm import l2norm
-
     if use_qk_l2norm_in_kernel:
+        l2norm = fla_functions(query_1THW.device).l2norm
         query_1THW, key_1THW = l2norm(query_1THW.contiguous()), l2norm(key_1THW.contiguous())
     out_THW = delta_rule(query_1THW[0], key_1THW[0], value_1THW[0], g[0], beta[0], context.chunks(CHUNK))
     return out_THW[None], None

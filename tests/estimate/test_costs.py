@@ -5,19 +5,23 @@ import functools
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import CONFIG_MAPPING
 
+from benchmarks.ruler.workloads import WORKLOADS, lora_config
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.vram_budget import HeadSizes, predict_cost
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.estimate.costs import meter_step, model_costs, plan_on
 from lightning_fastft.estimate.machines import find_gpu
 from lightning_fastft.estimate.meta_model import Swaps, build_on_meta, install_as_in_a_run
 from lightning_fastft.hf.families import decoder_layers
+from lightning_fastft.hf.mixers import MIXERS
 from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
 from lightning_fastft.planner.step import EndBytes
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.children import thinned
+from tests.support.tiny_models import HYBRIDS, build_tiny
 
 GIB = 2**30
 H200 = find_gpu("H200")
@@ -37,6 +41,7 @@ QWEN3_06B = {
     "num_attention_heads": 16,
     "tie_word_embeddings": True,
 }
+QWEN35_9B = {"model_type": "qwen3_5_text", **WORKLOADS["qwen3.5-9b-lora"].model_config}
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -74,14 +79,14 @@ UNFUSED = Swaps(is_fused=False)
         (QWEN3_06B, {}, 140, 9.9),
         (QWEN3_06B, {"swaps": Swaps(is_graphed=True)}, 70, 10.9),
         (QWEN3_14B, {"quantization": "nf4", "swaps": UNFUSED}, 1234, 87.3),
+        (QWEN35_9B, {"lora": lora_config(WORKLOADS["qwen3.5-9b-lora"])}, 541, 49.1),
     ],
-    ids=["14b", "0.6b", "0.6b-graphs", "14b-unfused"],
+    ids=["14b", "0.6b", "0.6b-graphs", "14b-unfused", "qwen3.5-9b"],
 )
 def test_a_step_that_keeps_everything_costs_what_was_measured(config, options, step_ms, peak_gib):
     """Rows "ours keep" of benchmarks/results.csv."""
-    cost = model_costs(
-        config, num_tokens=8192, mean_document_tokens=DOCUMENT_TOKENS, machine=H200, lora=LoraConfig(r=16), **options
-    )
+    options = {"lora": LoraConfig(r=16), **options}
+    cost = model_costs(config, num_tokens=8192, mean_document_tokens=DOCUMENT_TOKENS, machine=H200, **options)
     keep = predict(cost, uniform_plan(len(cost.segments), "keep"), machine=H200.machine)
     assert keep.step_ms == pytest.approx(step_ms, rel=0.1)
     assert keep.peak_bytes / GIB == pytest.approx(peak_gib, rel=0.05)
@@ -189,6 +194,29 @@ def test_every_family_has_costs_that_can_be_planned(model_type, has_adapters):
         machine=H200.machine,
     )
     assert keep.step_ms <= plan.prediction.step_ms <= recompute.step_ms
+
+
+HYBRID_NAMES = [
+    name
+    for name, (model_type, _) in HYBRIDS.items()
+    if MIXERS[model_type].kind in ("short convolution", "gated delta rule", "Mamba-2") and model_type in CONFIG_MAPPING
+]
+
+
+@pytest.mark.parametrize("name", HYBRID_NAMES)
+def test_every_hybrid_with_kernels_has_costs_that_can_be_planned(name):
+    cost = model_costs(build_tiny(name).config, num_tokens=256, mean_document_tokens=64, machine=H200, lora=4)
+    recompute, keep = (
+        predict(cost, uniform_plan(len(cost.segments), kind), machine=H200.machine) for kind in ("recompute", "keep")
+    )
+    plan = make_plan(cost, vram_budget_bytes=recompute.peak_bytes, host_budget_bytes=GIB, machine=H200.machine)
+    assert recompute.peak_bytes < keep.peak_bytes
+    assert keep.step_ms <= plan.prediction.step_ms <= recompute.step_ms
+
+
+def test_a_hybrid_without_shapes_on_the_meta_device_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"Kimi delta attention run on a GPU only\. Plan on the GPU"):
+        model_costs(build_tiny("kimi_linear").config, num_tokens=64, mean_document_tokens=64, machine=H200)
 
 
 @pytest.mark.slow

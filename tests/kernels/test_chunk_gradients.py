@@ -153,3 +153,13 @@ def test_tensors_that_do_not_belong_together_are_refused(name, change, word):
     inputs[name] = change(inputs[name])
     with pytest.raises(ShapeError, match=word):
         run(chunk_gradients, inputs, offsets)
+
+
+def test_the_meta_device_has_the_shapes_of_the_gradients():
+    inputs, offsets = make_inputs((2, 4, 24, 40), torch.bfloat16)
+
+    def shapes(device):
+        moved = ({name: each.to(device) for name, each in given.items()} for given in (inputs, offsets))
+        return [(each.shape, each.dtype) for each in run(chunk_gradients, *moved)]
+
+    assert shapes("meta") == shapes("cpu")

@@ -148,3 +148,16 @@ def test_what_the_kernels_would_read_wrongly_is_refused(replaced, message):
     inputs, chunks = change(**replaced)
     with pytest.raises(ShapeError, match=message):
         state_scan(*inputs, chunks=chunks)
+
+
+def test_the_meta_device_has_the_shapes_of_the_scan():
+    lengths = (5, 70, 1)
+    inputs = make_inputs(lengths, heads=4, width=6, groups=2, states=3, dtype=torch.bfloat16)
+
+    def shapes(device):
+        leaves = [each.detach().to(device).requires_grad_() for each in inputs]
+        y_THW = state_scan(*leaves, chunks=make_chunks(lengths, 64, device=device))
+        y_THW.sum().backward()
+        return [(each.shape, each.dtype) for each in (y_THW, *(leaf.grad for leaf in leaves))]
+
+    assert shapes("meta") == shapes("cpu")

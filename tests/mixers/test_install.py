@@ -282,7 +282,7 @@ def test_a_hybrid_trains_under_the_strategy(name, options, tmp_path):
 
 def test_kernels_multiply_fp32_in_fp32_until_the_change_is_undone(monkeypatch):
     """No GPU is needed: what Triton reads when it compiles is set, and put back."""
-    monkeypatch.setattr(install, "find_kernels", lambda family: dict.fromkeys(["any"]))
+    monkeypatch.setattr(install, "find_kernels", lambda family, **_: dict.fromkeys(["any"]))
     monkeypatch.setattr(install, "check_calls", lambda kind, functions: None)
     monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     for dtype, expected in ((torch.float32, "tf32x3"), (torch.bfloat16, "ieee")):

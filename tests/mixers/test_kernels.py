@@ -83,7 +83,7 @@ def test_one_call_on_packed_kernels_is_each_document_alone(name, monkeypatch):
     install_mixers(model, ModelPatcher())
     mixer, x = first_mixer(model), torch.randn(1, sum(LENGTHS), 32)
     truth, true_gradients = run(mixer, x, context=context)
-    monkeypatch.setattr(install, "find_kernels", lambda family: by_document(mixer, family.kind))
+    monkeypatch.setattr(install, "find_kernels", lambda family, **_: by_document(mixer, family.kind))
     value, gradients = run(mixer, x.as_subclass(OnGpu), context=context)
     assert context.reads == {install.BY_DOCUMENT: 1, install.ON_KERNELS: 1}
     assert_close(value, truth)
@@ -128,7 +128,7 @@ def test_an_activation_that_the_convolution_lacks_is_refused(monkeypatch):
 def test_a_gpu_finds_other_code_before_the_first_step(monkeypatch):
     model = build_tiny("lfm2")
     functions = {**by_document(first_mixer(model), "short convolution"), "torch_chunk_gated_delta_rule": None}
-    monkeypatch.setattr(install, "find_kernels", lambda family: functions)
+    monkeypatch.setattr(install, "find_kernels", lambda family, **_: functions)
     first_mixer(model).conv.weight = torch.nn.Parameter(first_mixer(model).conv.weight.as_subclass(OnGpu))
     with pytest.raises(UnsupportedModelError, match="does not call torch_chunk_gated_delta_rule"):
         install_mixers(model, patcher := ModelPatcher())

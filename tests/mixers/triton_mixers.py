@@ -13,7 +13,10 @@ from triton.runtime import autotuner, interpreter
 
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
+from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
 from lightning_fastft.kernels.state_scan import op
+from lightning_fastft.mixers.delta_rule import delta_rule
+from lightning_fastft.mixers.fla_functions import fla_functions
 from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.mixers.kernels import KINDS, check_calls, find_kernels, run_on_kernels
 from tests.support.host_waits import count_host_waits
@@ -118,3 +121,27 @@ def test_no_host_sync(name):
 def test_the_code_of_each_family_calls_what_is_exchanged(name):
     mixer, model = build(name)
     check_calls(type(mixer), find_kernels(mixer_family(model)))
+
+
+def grad_shapes(device):
+    """Shapes and dtypes of the rule's output, saved tensors and gradients, and of the convolution and the norm."""
+    chunks = make_batch(LENGTHS).context.to(device).chunks(CHUNK)
+    sizes = [(2, 16), (2, 16), (4, 8), (4,), (4,)]
+    inputs = [torch.full((sum(LENGTHS), *size), 0.25, device=device).requires_grad_() for size in sizes]
+    weight, bias = (torch.ones(*size, device=device).requires_grad_() for size in [(32, 4), (32,)])
+    fla = fla_functions(torch.device(device))
+    rows = torch.ones(1, sum(LENGTHS), 32, device=device).requires_grad_()
+    places = {"cu_seqlens": chunks.start_S1, "chunk_indices": chunks.index_C2, "activation": "silu"}
+    outs = [
+        delta_rule(*inputs, chunks),
+        fla.causal_conv1d(rows, weight, bias, **places)[0],
+        fla.l2norm(rows),
+    ]
+    saved = list(outs[0].grad_fn.saved_tensors)
+    sum(out.sum() for out in outs).backward()
+    tensors = [*outs, *saved, *(leaf.grad for leaf in (*inputs, weight, bias, rows))]
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def test_the_meta_device_has_the_shapes_of_fla_core():
+    assert grad_shapes("meta") == grad_shapes("cpu")

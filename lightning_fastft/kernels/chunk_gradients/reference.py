@@ -51,6 +51,11 @@ def chunk_gradients(inputs: ChunkInputs) -> tuple[torch.Tensor, torch.Tensor, to
     """Return the gradients, computed in fp32 (float64 for float64) and rounded once."""
     q_THK, k_THK, v_TJV, d_out_TJV, state_NJKV, d_state_NJKV, decay_TJ, start_S1, chunk_N2, scale, d_value_TJV = inputs
     wide = wide_dtype(q_THK.dtype)
+    if q_THK.device.type == "meta":
+        # Offsets have no values there.
+        w_shape = *v_TJV.shape[:2], q_THK.shape[2]
+        d_w_TJK = None if d_value_TJV is None else q_THK.new_empty(w_shape)
+        return torch.empty_like(q_THK), torch.empty_like(k_THK), d_w_TJK, torch.empty_like(decay_TJ, dtype=wide)
     num_members = v_TJV.shape[1] // q_THK.shape[1]
     # Repeat the heads of queries and keys to the number of value heads.
     q_TJK, k_TJK = (x.to(wide).repeat_interleave(num_members, dim=1) for x in (q_THK, k_THK))

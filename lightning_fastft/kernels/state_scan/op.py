@@ -5,6 +5,7 @@ Axes: T tokens of the pack, H heads, W width of a head, G groups of heads with t
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, must_check, uses_triton
-from lightning_fastft.kernels.state_scan import reference
+from lightning_fastft.kernels.state_scan import reference, shapes
 from lightning_fastft.packing.chunks import Chunks
 
 _CHUNK_SIZES = (16, 32, 64)
@@ -67,7 +68,7 @@ def state_scan(
     """
     if must_check(is_checked):
         _check(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks=chunks)
-    if x_THW.dtype not in TRITON_DTYPES or not uses_triton(x_THW.device):
+    if x_THW.dtype not in TRITON_DTYPES or not (uses_triton(x_THW.device) or x_THW.is_meta):
         return reference.scan(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks=chunks)
     y_THW: torch.Tensor = _StateScan.apply(x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H, chunks)
     return y_THW
@@ -78,20 +79,25 @@ class _StateScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        from lightning_fastft.kernels.state_scan import triton
-
         *tensors, chunks = inputs
         ctx.save_for_backward(*tensors)
         ctx.chunks = chunks
-        return triton.scan_forward(*tensors, chunks=chunks)
+        return _module_for(tensors[0]).scan_forward(*tensors, chunks=chunks)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_y_THW: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from lightning_fastft.kernels.state_scan import triton
-
-        gradients = triton.scan_backward(d_y_THW.contiguous(), *ctx.saved_tensors, chunks=ctx.chunks)
+        gradients = _module_for(d_y_THW).scan_backward(d_y_THW.contiguous(), *ctx.saved_tensors, chunks=ctx.chunks)
         return (*gradients, None)
+
+
+def _module_for(x: torch.Tensor) -> ModuleType:
+    """Return the Triton kernels, or on the meta device the shapes of their results."""
+    if not uses_triton(x.device):
+        return shapes
+    from lightning_fastft.kernels.state_scan import triton
+
+    return triton
 
 
 def _check(
