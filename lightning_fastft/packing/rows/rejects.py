@@ -137,7 +137,7 @@ def check_token_counts(*, num_tokens: int, num_labelled: int, is_truncated: bool
     The first token is never predicted, so num_labelled must not count it.
     """
     if num_tokens == 0:
-        raise RowRejectedError(ZERO_TOKENS)
+        raise RowRejectedError(ZERO_TOKENS, "the row has no ids, or the tokenizer returns none for its text")
     if num_tokens < 2:
         raise RowRejectedError(ONE_TOKEN)
     if num_labelled == 0:

@@ -252,5 +252,5 @@ def describe_uniform_reject(result: ChunkResult) -> str | None:
     first = result.rejects[0]
     return (
         f"{result.source}: all of the first {result.num_seen} rows are rejected ({render_counts(reasons)}); "
-        f"{result.counted} {first.line}: {first.detail}"
+        f"{result.counted} {first.line}{f': {first.detail}' if first.detail else ''}"
     )

@@ -331,8 +331,12 @@ def test_too_many_rejects_stop_and_are_written(tmp_path):
 
 
 def test_first_hundred_rows_rejected_for_one_reason_stop_the_run():
+    values = [*({"input_ids": []} for _ in range(100)), *ids_rows(400)]
+    with pytest.raises(DataError, match=r"\(zero tokens 100\); row 1: the row has no ids, or the tokenizer"):
+        tokenize_ids(values, max_reject_share=1.0)
     values = [*({"input_ids": [1]} for _ in range(100)), *ids_rows(400)]
-    with pytest.raises(DataError, match="all of the first 100 rows are rejected"):
+    # A reason without a detail.
+    with pytest.raises(DataError, match=r"all of the first 100 rows are rejected \(fewer than 2 tokens 100\); row 1\. "):
         tokenize_ids(values, max_reject_share=1.0)
     values[50] = {"input_ids": [1, 2]}
     assert len(tokenize_ids(values, max_reject_share=1.0)) == 401
