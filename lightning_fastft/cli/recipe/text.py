@@ -87,7 +87,7 @@ def describe_expectation(recipe: Recipe) -> list[str]:
     return [
         f"{speed:,.0f} tokens/s, {peak} of device memory ({base} of them weights, gradients, optimizer), "
         f"{host} of pinned host memory, {_duration(seconds)} for an epoch (planned for {recipe.gpu.name} from "
-        f"{origin}, without the fused layers, which are faster)"
+        f"{origin})"
     ]
 
 
