@@ -228,8 +228,10 @@ class Meter(TorchDispatchMode):
                 self.live_bytes += self._live[key][1]
 
     def _note_peak(self, extra_bytes: int = 0) -> None:
-        self._drop_dead()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
+        # Until freed memory is looked for, live_bytes has it too, so this is an upper bound.
+        if self.live_bytes + extra_bytes > self.peak_bytes:
+            self._drop_dead()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
 
     def _drop_dead(self) -> None:
         dead = [key for key, (reference, _) in self._live.items() if reference.expired()]
