@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -26,6 +26,7 @@ from lightning_fastft.planner.step import Plan
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
+from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 from lightning_fastft.training.tuner import Tuner
 
@@ -216,8 +217,12 @@ def _read_int(name: str, text: str) -> int:
 
 def _has_second_model(model: Tuner) -> bool:
     if isinstance(model, ReferenceTuner):
-        return model.needs_reference and model.reference not in (ADAPTERS_OFF, STORED)
+        return _reads_reference(model) and model.reference not in (ADAPTERS_OFF, STORED)
     return isinstance(model, DistillationTuner) and model.store is None
+
+
+def _reads_reference(model: Tuner) -> TypeGuard[ReferenceTuner]:
+    return isinstance(model, ReferenceTuner) and model.needs_reference
 
 
 def _cost_options(model: Tuner, trainer: Trainer, *, document_tokens: int) -> dict[str, Any]:
@@ -232,6 +237,11 @@ def _cost_options(model: Tuner, trainer: Trainer, *, document_tokens: int) -> di
         "has_masters": model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
         "lora": model.lora,
         "swaps": swaps_of(trainer),
+        "has_reference_pass": isinstance(model, ReferenceTuner)
+        and model.needs_reference
+        and model.reference == ADAPTERS_OFF,
+        # The score of a reward model reads one row of each document.
+        "label_share": 1 / document_tokens if isinstance(model, RewardTuner) else 1.0,
     }
 
 

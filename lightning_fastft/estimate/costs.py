@@ -71,6 +71,7 @@ class MeteredStep(NamedTuple):
         trained_bytes: Trained tensors.
         ends: As in ``StepCost``.
         is_graphed: ``Swaps.is_graphed``.
+        has_reference_pass: As in ``meter_step``.
     """
 
     layers: _MeteredLayers
@@ -81,6 +82,7 @@ class MeteredStep(NamedTuple):
     trained_bytes: int
     ends: EndBytes
     is_graphed: bool | str
+    has_reference_pass: bool
 
     def costs_on(self, machine: Gpu) -> StepCost:
         """Return the estimated cost of the step on a GPU, layer by layer."""
@@ -88,12 +90,15 @@ class MeteredStep(NamedTuple):
         segments = tuple(
             segment._replace(weight_bytes=num_bytes) for segment, num_bytes in zip(cost.segments, self.weight_bytes)
         )
+        # The head's forward has a third of its products.
+        reference_ms = sum(segment.forward_ms for segment in segments) + cost.head_ms / 3
         shared_bytes = cost.base_bytes + self.buffer_bytes
         if is_graphed:
             shared_bytes += _graph_bytes(segments, head_peak_bytes=cost.head_peak_bytes)
         return cost._replace(
             segments=segments,
             base_bytes=shared_bytes + self.held_bytes,
+            head_ms=cost.head_ms + (reference_ms if self.has_reference_pass else 0.0),
             other_ms=_OPTIMIZER_PASSES * self.trained_bytes / machine.reached_bytes_per_s * 1e3,
             ends=self.ends,
             shared_bytes=shared_bytes,
@@ -132,6 +137,7 @@ def meter_step(
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     swaps: Swaps | None = None,
     label_share: float = 1.0,
+    has_reference_pass: bool = False,
 ) -> MeteredStep:
     """Run a step over one pack on the meta device.
 
@@ -151,6 +157,7 @@ def meter_step(
             or in the dtype of the weights.
         swaps: Callbacks of the run; None for the default ones of ``Swaps``.
         label_share: Share of the tokens that is labelled; the head computes only these.
+        has_reference_pass: Whether the step also runs the pack forward without adapters, for a reference.
 
     Raises:
         UnsupportedModelError: A layer does not run on the meta device.
@@ -197,6 +204,7 @@ def meter_step(
         trained_bytes=sum(map(_num_bytes, trained)),
         ends=movable_bytes(base),
         is_graphed=swaps.is_graphed,
+        has_reference_pass=has_reference_pass,
     )
 
 

@@ -1,6 +1,7 @@
 """``fastft plan``: a plan for a named GPU from a config alone, and an answer where something is missing."""
 
 import json
+import re
 
 import pytest
 
@@ -56,6 +57,27 @@ def test_budgets_and_overrides_are_followed(plan):
         "--gpu", "4090", "--data.max_tokens", "2048", "--document-tokens", "9999"
     )
     assert "every weight" in plan("--gpu", "4090", "--model.lora", "null", "--model.quantization", "null")
+
+
+def test_tasks_take_the_passes_and_the_logits_that_they_read(folder, capsys):
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    words = ["--model.model", "config.json", "--model.init", "random", "--data.paths", "nowhere.jsonl", "--gpu", "4090"]
+
+    def step_ms(config, *more):
+        assert run_plan(["--config", config, *words, *more]) == 0
+        return float(re.search(r"predicted step +([\d.,]+) ms", capsys.readouterr().out)[1].replace(",", ""))
+
+    orpo = step_ms("dpo_qwen3_8b", "--model.loss", "orpo")
+    # A forward takes half of the time of a backward by inputs, and so a third of the step.
+    assert 1.25 < step_ms("dpo_qwen3_8b") / orpo < 1.55
+    # A score reads one row of each document.
+    assert step_ms("reward_qwen3_8b") < 0.9 * orpo
+
+
+def test_a_folder_that_is_missing_is_named(folder):
+    words = ["--config", "qlora_qwen3_14b", "--data.paths", "nowhere.jsonl", "--gpu", "4090"]
+    with pytest.raises(OptionError, match=r"no folder or file '\./models/llama'"):
+        run_plan([*words, "--model.model", "./models/llama"])
 
 
 def test_tiles_are_planned_where_nothing_else_fits(plan, folder):

@@ -79,6 +79,7 @@ class ModelSource:
         from transformers import AutoConfig, PretrainedConfig
 
         if isinstance(self.model, str):
+            _refuse_missing_path(self.model)
             if self.init == "pretrained":
                 refuse_litgpt(self.model)
                 refuse_adapters(self.model)
@@ -310,3 +311,13 @@ class _BareErrors:
 def _describe(model: object) -> str:
     """Name a model argument in a message."""
     return repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
+
+
+def _refuse_missing_path(name: str) -> None:
+    """Refuse a path to nothing, which the hub would be asked for; a hub id has one slash at most.
+
+    Raises:
+        OptionError: There is no such folder or file.
+    """
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).exists():
+        raise OptionError(f"There is no folder or file {name!r} (from {Path.cwd()}). Correct model.")
