@@ -69,6 +69,7 @@ class MeteredStep(NamedTuple):
         held_bytes: Weights, what layers hold beside them, gradients and optimizer.
         buffer_bytes: Buffers of the model.
         trained_bytes: Trained tensors.
+        copied_bytes: Moments on the host, which a step copies to the device and back.
         ends: As in ``StepCost``.
         is_graphed: ``Swaps.is_graphed``.
         has_reference_pass: As in ``meter_step``.
@@ -80,6 +81,7 @@ class MeteredStep(NamedTuple):
     held_bytes: int
     buffer_bytes: int
     trained_bytes: int
+    copied_bytes: int
     ends: EndBytes
     is_graphed: bool | str
     has_reference_pass: bool
@@ -90,6 +92,10 @@ class MeteredStep(NamedTuple):
         segments = tuple(
             segment._replace(weight_bytes=num_bytes) for segment, num_bytes in zip(cost.segments, self.weight_bytes)
         )
+        link, optimizer_ms = machine.machine, _OPTIMIZER_PASSES * self.trained_bytes / machine.reached_bytes_per_s * 1e3
+        if not link.is_unified:
+            copies_ms = self.copied_bytes / min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) * 1e3
+            optimizer_ms = max(optimizer_ms, copies_ms)
         # The head's forward has a third of its products.
         reference_ms = sum(segment.forward_ms for segment in segments) + cost.head_ms / 3
         shared_bytes = cost.base_bytes + self.buffer_bytes
@@ -99,7 +105,7 @@ class MeteredStep(NamedTuple):
             segments=segments,
             base_bytes=shared_bytes + self.held_bytes,
             head_ms=cost.head_ms + (reference_ms if self.has_reference_pass else 0.0),
-            other_ms=_OPTIMIZER_PASSES * self.trained_bytes / machine.reached_bytes_per_s * 1e3,
+            other_ms=optimizer_ms,
             ends=self.ends,
             shared_bytes=shared_bytes,
         )
@@ -110,17 +116,7 @@ def model_costs(
 ) -> StepCost:
     """Return the estimated cost of a step over one pack on a GPU, layer by layer.
 
-    Args:
-        model: As in ``meter_step``.
-        machine: The GPU.
-        options: As in ``meter_step``.
-
-    Raises:
-        UnsupportedModelError: As ``meter_step``.
-        MissingDependencyError: As ``meter_step``.
-
-    Cost:
-        That of ``meter_step``.
+    Arguments, errors and cost are those of ``meter_step``.
     """
     return meter_step(model, **options).costs_on(machine)
 
@@ -141,9 +137,8 @@ def meter_step(
 ) -> MeteredStep:
     """Run a step over one pack on the meta device.
 
-    The first decoder layers, as many as there are kinds, run forward and backward with the patches of a run, under the
-    probes that measure the first steps of a run. The times of their kernels follow from the published rates of a GPU,
-    times the shares of these rates that were measured on an H200.
+    The first decoder layers, as many as there are kinds, run as in a run, under the probes of its first steps. Times of
+    kernels follow from the published rates of a GPU, times the shares of these that an H200 reaches.
 
     Args:
         model: A configuration, or a transformers model on the meta device, to which adapters are added.
@@ -154,7 +149,7 @@ def meter_step(
         dtype: Dtype of weights and arithmetic.
         has_masters: Whether fp32 masters of trained weights are held beside weights of lower precision.
         optimizer: Returns the optimizer, whose ``state_bytes`` then count instead of two moments in fp32 (of adapters)
-            or in the dtype of the weights.
+            or in the dtype of the weights, and whose ``host_bytes`` are copied.
         swaps: Callbacks of the run; None for the default ones of ``Swaps``.
         label_share: Share of the tokens that is labelled; the head computes only these.
         has_reference_pass: Whether the step also runs the pack forward without adapters, for a reference.
@@ -180,9 +175,10 @@ def meter_step(
     if lora is not None:
         add_adapters_on_meta(base, lora)
     own_bytes: Callable[[nn.Parameter], int] | None = None
+    copied_bytes = 0
     if optimizer is not None:
         given = optimizer([parameter for parameter in base.parameters() if parameter.requires_grad])
-        own_bytes = getattr(given, "state_bytes", None)
+        own_bytes, copied_bytes = getattr(given, "state_bytes", None), getattr(given, "host_bytes", int)()
     layers = decoder_layers(base)
     batch = make_batch(num_tokens, document_tokens=mean_document_tokens, label_share=label_share)
     with first_layers(base) as places:
@@ -202,6 +198,7 @@ def meter_step(
         held_bytes=held_bytes,
         buffer_bytes=sum(map(_num_bytes, base.buffers())),
         trained_bytes=sum(map(_num_bytes, trained)),
+        copied_bytes=copied_bytes,
         ends=movable_bytes(base),
         is_graphed=swaps.is_graphed,
         has_reference_pass=has_reference_pass,
@@ -282,8 +279,7 @@ class _MeteredLayers(NamedTuple):
         ]
         cost = cost._replace(segments=tuple(segments[place] for place in places), other_ms=0.0)
         host = host._replace(segments=tuple(host.segments[place] for place in places))
-        # No step waits for the device, so the host launches ahead wherever it is faster, and the slower one of the two
-        # sets the time of the whole step.
+        # No step waits for the device, so the slower one of device and host sets the time of the whole step.
         is_launch_bound = host.head_ms + host.layers_ms > cost.head_ms + cost.layers_ms
         if self.is_fused and (is_launch_bound if is_graphed == "auto" else is_graphed):
             return cost, True

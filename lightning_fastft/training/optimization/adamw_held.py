@@ -131,6 +131,11 @@ class HeldState(torch.optim.Optimizer):
         )
         return moments + 4 * num_values * self._has_master(param)
 
+    def host_bytes(self) -> int:
+        """Return the bytes of the moments on the host, which each step copies to the device and back."""
+        host = self._host_moments()
+        return 0 if host is None else host.host_bytes()
+
     def _host_moments(self) -> HostMoments | None:
         """Return what holds moments on the host; the choice of parameters is made once."""
         if self._host is None and self.offload:

@@ -69,6 +69,10 @@ class HostMoments:
         """Return the bytes of the slots for the first parameter, and 0 for the others."""
         return NUM_SLOTS * self._slot_bytes() if param is next(iter(self._held)) else 0
 
+    def host_bytes(self) -> int:
+        """Return the bytes of all moments, which each step copies to the device and back."""
+        return sum(num_bytes for *_, num_bytes in self._wanted())
+
     def take(self, state: dict[str, torch.Tensor], param: torch.Tensor) -> None:
         """Put the host tensors of a parameter into its state; moments on another device are copied.
 
@@ -119,19 +123,24 @@ class HostMoments:
         if self._streams is not None:
             self._streams.synchronize()
 
-    def _open(self) -> None:
-        wanted = [
+    def _wanted(self) -> list[tuple[torch.Tensor, str, torch.dtype, tuple[int, ...], int]]:
+        """Return parameter, name, dtype, shape and bytes of each host tensor."""
+        shapes = [
             (param, name, dtype, tuple(block_shape(param) if name in ABSMAXS else param.shape))
             for param in self._held
             for name, dtype in state_dtypes(param, optim_bits=self.optim_bits).items()
         ]
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, _, dtype, shape in wanted]
+        return [(*each, torch.Size(each[3]).numel() * each[2].itemsize) for each in shapes]
+
+    def _open(self) -> None:
+        wanted = self._wanted()
+        sizes = [num_bytes for *_, num_bytes in wanted]
         device = next(iter(self._held)).device
         try:
             slab = PinnedSlab(sum(map(align, sizes)), device=device)
         except HostMemoryError as error:
             raise HostMemoryError(f"{error} These are moments: lower FusedAdamW(offload=...).") from error
-        for (param, name, dtype, shape), num_bytes in zip(wanted, sizes):
+        for param, name, dtype, shape, num_bytes in wanted:
             region = slab.reserve(num_bytes)
             assert region is not None
             # A storage of its own: torch.save writes whole storages, and only one dtype of each.

@@ -135,6 +135,10 @@ def test_memory_counts_what_the_device_holds():
     params, optimizer = make("8 bits, rounded", offload=0.3)
     plain, other = make("8 bits, rounded", offload=0.0)
     counts = [optimizer.state_bytes(param) for param in params]
+    assert other.host_bytes() == 0
+    run(params, optimizer, range(1))
+    held = [tensor for name, tensor in optimizer.state[params[0]].items() if name != "step"]
+    assert optimizer.host_bytes() == sum(tensor.nbytes for tensor in held)
     # Three slots, each with one chunk of codes and its 16 magnitudes, of both moments.
     assert counts[0] == 3 * 2 * (CHUNK + 512)
     assert counts[1:] == [other.state_bytes(param) for param in plain[1:]]
