@@ -1,5 +1,5 @@
-"""Liger's RMSNorm and SwiGLU in a model of ours: instances are swapped through the patcher, no class and no
-module of transformers is patched.
+"""Use Liger's RMSNorm and SwiGLU in a model of ours: instances are swapped through the patcher, and no class or module
+of transformers is patched.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def install_liger_layers(root: nn.Module, patcher: ModelPatcher) -> dict[str, in
 
     Args:
         root: The model, before or after adapters.
-        patcher: Takes the swaps back.
+        patcher: Undoes the swaps.
 
     Returns:
-        How many of each were swapped.
+        The number of swapped norms and MLPs.
 
     Raises:
         ValueError: Nothing matched.
