@@ -4,11 +4,11 @@
     python -m benchmarks.attention_backends --models qwen3-14b --tokens 131072 --runs 5
     python -m benchmarks.attention_backends --device cpu --models tiny
 
-The heads of one layer, bf16, gradients of keys and values per query head as fused layers take them. Packs of 8,192
+The heads of one layer, bf16, gradients of keys and values per query head, as fused layers read them. Packs of 8,192
 tokens: two of the ruler (documents of 512 on average), and documents of 2,048, 4,096 and 8,192. Every backend is
 compared with the first one before it is timed: outputs and gradients of queries. Then 5 warm-up runs and 30 timed ones.
-The memory is the peak of a forward and backward above what was allocated before. `--tokens` gives one document instead.
-The order of backends in kernels/attention/op.py was chosen by it.
+The memory is the peak of a forward and backward minus the memory allocated before. `--tokens` uses one document
+instead. The order of backends in kernels/attention/op.py comes from this script.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_fastft.packing.context import BatchContext
 
 NUM_WARMUP = 5
 BACKENDS = {"cuda": ("varlen", "tiled", "cudnn"), "cpu": ("sdpa", "reference")}
-# Relative difference of two roundings of the same sums.
+# Largest relative difference of two roundings of the same sums.
 BOUND = 1e-2
 
 
@@ -79,7 +79,7 @@ def run(leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, back
 def measure(
     leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, backend: str, num_runs: int
 ) -> tuple[dict[str, float], float]:
-    """Return the milliseconds of a forward and backward, and the GiB that it takes; 0 on a CPU."""
+    """Return the milliseconds of a forward and backward, and its memory in GiB, 0 on a CPU."""
     is_cuda = leaves[0].is_cuda
     before_gib = torch.cuda.memory_allocated() / 2**30 if is_cuda else 0.0
     if is_cuda:

@@ -35,12 +35,12 @@ from lightning_fastft.training.fine_tuner import FineTuner
 
 NUM_WARMUP = 6
 ARMS = ("lora", "dora", "peft")
-# Relative difference of two losses in bf16; the losses of other adapters differ by far more.
+# Largest relative difference of two losses in bf16; other adapters differ by far more.
 LOSS_TOLERANCE = 5e-3
 
 
 class Measure(Callback):
-    """Fill B, take the time of each step, the losses, and the memory of the timed steps."""
+    """Fill B, and record the time of each step, the losses, and the memory of the timed steps."""
 
     def __init__(self, *, is_cuda: bool) -> None:
         self.is_cuda = is_cuda
@@ -161,7 +161,7 @@ def run_arm(arm: str, base: Any, workload: Workload, *, num_steps: int, is_cuda:
 
 
 def compare(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the ratios of the times, and how far the losses of DoRA's two forwards are apart."""
+    """Return the ratios of the times, and the difference of the losses of DoRA's two forwards."""
     found = {record["arm"]: record for record in records if "ms" in record}
     lines = []
     if "lora" in found:

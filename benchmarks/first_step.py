@@ -1,10 +1,11 @@
 r"""Time to the first step: from the start of a process to the end of step 1, and to the steady step time.
 
-    python -m benchmarks.first_step --workload qwen3-0.6b-lora --systems ours unsloth --root /dev/shm/fastft --out runs/first
-    python -m benchmarks.first_step --workload tiny --device cpu --systems ours plain --root /tmp/fastft --out runs/first
+    python -m benchmarks.first_step --workload qwen3-0.6b-lora --systems ours unsloth --root /dev/shm/fastft --out
+    runs/first python -m benchmarks.first_step --workload tiny --device cpu --systems ours plain --root /tmp/fastft
+    --out runs/first
 
-Each system starts in a fresh process, first with empty caches ("cold": Triton's, Inductor's, those of tokens and data
-sets, and what a system writes to its current folder), then again with what the first start left there ("warm"). The
+Each system starts in a fresh process, first with empty caches ("cold": those of Triton, Inductor, tokens and data sets,
+and files in the current folder), then again with the caches of the first start ("warm"). The
 files of the model are in the page cache; compile the installed modules before (python -m compileall), as pip does. All
 systems read the same model folder and the same file of texts: GSM8K with the tokenizer of GPT-2 where the data folder
 and the vocabulary allow it, else made-up words. Ours trains by the shipped config of the workload, the others by their
@@ -35,7 +36,7 @@ from typing import Any
 
 from benchmarks.first_step_arms import SYSTEMS
 
-# Set before anything is imported: no system looks for a network.
+# Set before anything is imported, so that no system uses the network.
 for _name, _value in (
     ("HF_HUB_OFFLINE", "1"),
     ("TRANSFORMERS_OFFLINE", "1"),
@@ -48,10 +49,10 @@ MARKS = ("imports", "loaded", "tokenised", "prepared", "first_step", "steady")
 WINDOW = 5
 TOLERANCE = 0.05
 DATA = Path(__file__).parents[2] / "shared" / "data"
-# Variables of a developer's shell, which a user's process does not have: compiled modules are kept, and tokenizers choose
+# Variables of a developer's shell that a user's process does not have: compiled modules are kept, and tokenizers choose
 # their threads.
 _DROPPED = ("PYTHONDONTWRITEBYTECODE", "TOKENIZERS_PARALLELISM")
-# Caches by the variables that name their folders.
+# Variables with the folders of caches.
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "HF_DATASETS_CACHE")
 _BPE_WORDS = 50_257
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = WorkloadFiles(options.root, workload)
     texts = make_inputs(files, data=options.data, folder=(options.root / "first_step" / workload.name).resolve())
     records = []
-    # Cold starts of all systems come first, so that a budget that ends early leaves whole comparisons.
+    # Cold starts of all systems come first, so that a short budget still gives complete comparisons.
     for start in (*STARTS, *(["profile"] if options.profile else [])):
         for system in options.systems if start != "profile" else ["ours"]:
             record = run_start(system, start, options, texts=texts, seconds=deadline - time.monotonic())
@@ -149,7 +150,7 @@ def _write_bpe(folder: Path, *, data: Path) -> None:
 
 
 def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Path, seconds: float) -> dict[str, Any]:
-    """Start one system in a fresh process and return its record; "reason" says why it has no times."""
+    """Start one system in a fresh process and return its record; without times it has a "reason"."""
     from benchmarks.ruler.driver import end_session, environment_of
 
     record: dict[str, Any] = {"workload": options.workload, "system": system, "start": start, "reason": ""}
@@ -226,7 +227,7 @@ def find_steady(step_ends: Sequence[float]) -> tuple[float, int]:
 
 
 def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv; a start that failed has none."""
+    """Return rows for results.csv, without those of failed starts."""
     from benchmarks.ruler.report import version_text
 
     rows = []

@@ -4,8 +4,9 @@ r"""Train every weight of a large model on one GPU: bf16 weights rounded stochas
 
 Weights are random and drawn on the device, so nothing is read from a disk. Packs are new in every micro-batch: random
 tokens in documents of about 1,024, all labelled. The command prints, and writes to result.json, tokens/s of each
-optimizer step behind the warm-up (p10, p50, p90, mean; CUDA events, no sync inside), peak memory allocated and
-reserved, and the losses; rows.csv has rows for results.csv. Host memory: 2.03 bytes per weight times --offload, pinned once, about a second per GiB.
+optimizer step after the warm-up (p10, p50, p90, mean; CUDA events, no sync inside), peak memory allocated and reserved,
+and the losses; rows.csv has rows for results.csv. Host memory: 2.03 bytes per weight times --offload, pinned once,
+about a second per GiB.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Packs(torch.utils.data.IterableDataset[PackedBatch]):
 
 
 class StepClock(Callback):
-    """Mark the end of every optimizer step on the device, and keep the losses there."""
+    """Record the end of every optimizer step and the losses on the device."""
 
     def __init__(self) -> None:
         self.marks: list[Any] = []
@@ -90,7 +91,7 @@ class StepClock(Callback):
         self._num_steps = 0
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: torch.Tensor) -> None:
-        """Keep a loss."""
+        """Store a loss."""
         self.losses.append(loss.detach().clone())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:

@@ -435,7 +435,7 @@ class WorkloadFiles:
         return load_file(self.adapter / "adapter_model.safetensors")
 
     def read_trained(self) -> Mapping[str, torch.Tensor]:
-        """Return the adapter, or all weights, at the start of every case: by their names in the files, read on access."""
+        """Return the adapter, or all weights, at the start of every case by their names in the files."""
         return TensorFiles(sorted(self.model.glob("*.safetensors"))) if self.workload.is_full else self.read_adapter()
 
 
