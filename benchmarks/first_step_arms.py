@@ -49,7 +49,7 @@ class Marks:
         self.seconds.setdefault(name, self.elapsed())
 
     def step_ends(self) -> bool:
-        """Record the end of a step; return whether it was the last. Only the first and the last sync with the device."""
+        """Record the end of a step; return whether it was the last. Only the first and last steps sync."""
         if self._is_cuda:
             import torch
 
@@ -266,7 +266,7 @@ SYSTEMS: dict[str, Callable[[WorkloadFiles, argparse.Namespace, Marks], None]] =
 
 
 def count_compilations(record: dict[str, Any]) -> None:
-    """Count the Triton kernels that this process compiles (with their seconds), and those that it reads from a cache."""
+    """Count the Triton kernels that this process compiles (with their seconds), and those read from a cache."""
     from triton import knobs
 
     record.update(num_compiled=0, compile_s=0.0, num_found=0)

@@ -1,12 +1,12 @@
-"""Time packed attention of wide heads, forward and backward: document offsets, and dense masks by the number of queries
-in a block.
+"""Time packed attention of wide heads, forward and backward: with document offsets, and with dense masks by the number
+of queries in a block.
 
     python -m benchmarks.masked_attention
     python -m benchmarks.masked_attention --device cpu --dtype float32 --width 64
 
 The defaults are a global layer of Gemma 4 E4B (8 query heads of 512, 2 key/value heads, bf16) on the ruler's first pack
-of 8,192 tokens, mean 512. Each way is compared with one mask of the whole pack before it is timed: outputs and
-gradients. Then 5 warm-up runs and 30 timed ones. ``QUERY_ROWS`` in kernels/attention/sdpa.py was chosen by it.
+of 8,192 tokens, mean 512. Each variant is compared with one mask of the whole pack before it is timed: outputs and
+gradients. Then 5 warm-up runs and 30 timed ones. ``QUERY_ROWS`` in kernels/attention/sdpa.py comes from this script.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_fastft.packing.context import BatchContext
 
 NUM_WARMUP, NUM_RUNS = 5, 30
 BLOCKS = (256, 512, 1024, 2048)
-# Relative difference of two roundings of the same sums.
+# Largest relative difference of two roundings of the same sums.
 BOUNDS = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 def run(inputs: list[torch.Tensor], context: BatchContext, *, num_rows: int) -> list[torch.Tensor]:
-    """Return the output and the gradients of queries, keys and values, with blocks of so many queries; 0: offsets."""
+    """Return output and gradients of queries, keys and values, with blocks of this many queries; 0 for offsets."""
     scale = inputs[0].shape[-1] ** -0.5
     if num_rows:
         sdpa.QUERY_ROWS = num_rows

@@ -13,18 +13,18 @@ r"""Measure tokens/s of DDP, FSDP2, context and expert parallelism, and a model 
     python -m benchmarks.multi_gpu multi --out runs/peers --ranks 4 --root /dev/shm/fastft --mode keep+fused \
         --runs fsdp ddp transformers-fsdp:recompute transformers-fsdp:keep+liger+resident unsloth-ddp:off
 
-"multi" trains Qwen3-8B LoRA in bf16 on 2 GPUs, or more: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack
-of so many tokens on all, "experts" with experts owned in shares. "full32b" trains all weights of Qwen3-32B in bf16; the
-model is built sharded, so no rank ever holds it whole. The command "experts" trains all weights of 12 layers of
+"multi" trains Qwen3-8B LoRA in bf16 on 2 or more GPUs: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack
+of this many tokens on all, "experts" with experts owned in shares. "full32b" trains all weights of Qwen3-32B in bf16;
+the model is built sharded, so no rank ever holds it whole. The command "experts" trains all weights of 12 layers of
 Qwen3-30B-A3B, with expert weights gathered in each layer (fsdp) and with experts owned in shares (experts); the losses
 of both must agree to 1e-3.
 
 Peers (SYSTEM-STRATEGY:MODE; benchmarks/multi_gpu_peers.py) take the same steps: same packs per rank, adapters,
-optimizer and clipping. With --root, ours and they read weights and adapters that ``benchmarks.train_step build`` wrote
-there; losses must agree.
+optimizer and clipping. With --root, ours and the peers read weights and adapters that ``benchmarks.train_step build``
+wrote there; losses must agree.
 
-Without it weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two,
-and so on (under "context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8;
+Without it weights are random and the same in every run (one seed). N GPUs and one GPU with an accumulation of N (under
+"context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8;
 --warmup) repeat the same packs of the ruler, so that losses fall if the steps train; timed steps follow, and each has
 new packs. The packs of a step have similar attention cost, as PackedDataModule gives them to ranks. Time between the
 ends of steps by CUDA events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
@@ -59,16 +59,16 @@ from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
 RUNS = ("one", "accumulate", "ddp", "fsdp")
-# Timed steps of the run with accumulation, which is there for its losses.
+# Timed steps of the run with accumulation, of which only the losses are used.
 NUM_ACCUMULATED = 1
 LEAST_SECONDS = 30.0
-# What torchrun takes to end its ranks, which are no members of its process group.
+# Seconds for torchrun to end its ranks, which are not in its process group.
 END_SECONDS = 45.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    # The first steps of auto are not those of its plan.
+    # The first steps of auto do not follow its plan.
     options.warmup = max(options.warmup, least_warmup(options.mode))
     if options.command == "worker":
         code = multi_gpu_ranks.run(options)
@@ -153,10 +153,10 @@ def _run_name(text: str) -> str:
 
 
 class Driver:
-    """Start runs one after the other, each in processes of its own, within the budget.
+    """Start runs one after the other, each in its own processes, within the budget.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -166,9 +166,7 @@ class Driver:
         self._command = "python -m benchmarks.multi_gpu " + " ".join(sys.argv[1:])
 
     def run(self, title: str, *, strategy: str, num_ranks: int, num_steps: int, arguments: Sequence[str] = ()) -> None:
-        """Run one strategy of ours on some ranks, unless an earlier call has it; whatever becomes of it, a record says
-        so.
-        """
+        """Run one of our strategies on some ranks and write a record, also if it fails; skip runs of earlier calls."""
         options = self._options
         words = [
             "benchmarks.multi_gpu", "worker", "--title", title, "--strategy", strategy, "--out", str(options.out),
@@ -180,7 +178,7 @@ class Driver:
         self._start(title, words, num_ranks=num_ranks, environment=dict(os.environ))
 
     def run_peer(self, text: str) -> None:
-        """Run a peer on all ranks, unless an earlier call has it."""
+        """Run a peer on all ranks; skip runs of earlier calls."""
         options, (strategy, mode) = self._options, parse_peer(text)
         title = f"{strategy}:{mode} x{options.ranks}"
         given = {
@@ -194,7 +192,7 @@ class Driver:
         self._start(title, words, num_ranks=options.ranks, environment=environment)
 
     def _start(self, title: str, words: Sequence[str], *, num_ranks: int, environment: dict[str, str]) -> None:
-        """Run a module on some ranks, and append the rows of what it records."""
+        """Run a module on some ranks, and append the rows of its record."""
         if any(record["title"] == title and not record["reason"] for record in read_records(self._raw)):
             return
         left = self._deadline - time.monotonic()
@@ -224,12 +222,12 @@ class Driver:
 
 
 def run_command(command: Sequence[str], *, log: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Run a command with everything that it starts; return what went wrong, or nothing."""
+    """Run a command and its children; return the error, empty if there is none."""
     with log.open("ab") as sink:
         sink.write(f"\n===== {' '.join(command)} =====\n".encode())
         sink.flush()
         begin = sink.tell()
-        # A seed that Lightning left in the environment would be set again by the strategies of several devices only.
+        # Only strategies of several devices would set a seed again that Lightning left in the environment.
         environment = {name: value for name, value in environment.items() if not name.startswith("PL_")}
         process = subprocess.Popen(
             command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
@@ -247,9 +245,9 @@ def run_command(command: Sequence[str], *, log: Path, seconds: float, environmen
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started, also where it has ended by itself."""
+    """End a process and its children, also if the process itself has ended."""
     if process.poll() is None:
-        # torchrun starts each rank in a session of its own, and ends it when it is told to end.
+        # torchrun starts each rank in its own session, and ends it on SIGTERM.
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=END_SECONDS)
@@ -259,10 +257,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def multi(driver: Driver, options: argparse.Namespace) -> None:
-    """One GPU, one GPU with as much accumulation as there are ranks, DDP, FSDP2, context and expert parallel, peers.
+    """Run one GPU, one GPU with accumulation, DDP, FSDP2, context and expert parallel, and peers.
 
     Raises:
-        ValueError: Peers are asked for, and their weights are not built.
+        ValueError: Peers are requested, and their weights are not built.
     """
     if any(name.partition(":")[0] in PEERS for name in options.runs) and not _is_built(options):
         raise ValueError(
