@@ -18,7 +18,7 @@ ARTICLE = "https://www.unsloth.ai/blog/nvidia-collab"
 METADATA_SOURCE = f"{ARTICLE}; unslothai/unsloth#4243"
 BUFFERS_SOURCE = f"{ARTICLE}; unslothai/unsloth-zoo#534"
 ROUTING_SOURCE = f"{ARTICLE}; unslothai/unsloth-zoo#535"
-# The article's title and first part have the speed and what is compared; the copy at hand ends before its figures of
+# The title and first part of the article have the speed and the compared systems; the copy ends before its figures of
 # memory.
 TRADITIONAL_SOURCE = (
     "https://www.bedda.tech/blog/2026-05-07-llm-training-optimization-unsloth-vs-traditional-nvidia-training-2x-speed-gains-deep-dive-100115 "
@@ -26,7 +26,7 @@ TRADITIONAL_SOURCE = (
 )
 # TRL's page says 80 %; its page of release 0.21 said 70 %.
 LESS_MEMORY_SOURCE = "https://huggingface.co/docs/trl/unsloth_integration"
-# Published: (L-1)*m, what was observed (ms), for the models whose gain is in packed_metadata.PUBLISHED.
+# Published: (L-1)*m and the observed difference (ms), for the models in packed_metadata.PUBLISHED.
 PUBLISHED_FORMULA_MS = {"llama-3.2-1b-lora": (205.5, 199), "qwen3-0.6b-lora": (369.9, 319)}
 PUBLISHED_SAVED_MS = (207, 279)
 PUBLISHED_ROUTING = {"forward": 23, "backward": 13}
@@ -39,8 +39,8 @@ PUBLISHED_LESS_MEMORY = 80
 DENSE, MIXTURE = "qwen3-0.6b-lora", "qwen3-30b-a3b-12l-lora"
 NOT_MEASURED = "not measured"
 GB_PER_GIB = 2**30 / 1e9
-# Per cent: a gain below the first is none, whatever the spread says; a spread above the second says nothing of a small
-# gain.
+# Per cent: a gain below the first counts as none for any spread; with a spread above the second a small gain is
+# unknown.
 NEAR_ZERO, STEADY = 0.5, 2.0
 
 
@@ -55,11 +55,11 @@ class Figure(NamedTuple):
     """One published figure.
 
     Args:
-        topic: Which optimisation it is of.
-        claim: What is published.
-        source: Where.
-        find: Ours from the rows; None where a row is missing.
-        command: What measures ours.
+        topic: The optimisation.
+        claim: The published figure.
+        source: Its source.
+        find: Computes our figure from the rows; returns None if a row is missing.
+        command: The command that measures ours.
     """
 
     topic: str
@@ -70,18 +70,18 @@ class Figure(NamedTuple):
 
 
 class Rows:
-    """Rows of results files that were measured on a GPU; what was measured last counts.
+    """Rows of results files that were measured on a GPU, of which the last one counts.
 
     Args:
-        rows: Oldest first.
+        rows: Rows, oldest first.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = [row for row in rows if row["device"] not in ("", "cpu")]
 
     def last(self, benchmark: str, workload: str, system: str, metric: str, *, of_run: Row | None = None) -> Row | None:
-        """Return the row measured last whose columns are these, workload by its beginning; of the same run as
-        another row where one is given.
+        """Return the last row with these columns and a workload with this prefix; of the same run as another row, if
+        given.
         """
         for row in reversed(self._rows):
             is_wanted = (row["benchmark"], row["system"], row["metric"]) == (benchmark, system, metric) and row[
@@ -94,9 +94,7 @@ class Rows:
         return None
 
     def all(self, benchmark: str, workload: str, systems: Sequence[str], metric: str) -> tuple[Row, ...] | None:
-        """Return the last row of every system, of one run where the first system's run has them all; None where
-        one is missing.
-        """
+        """Return the last row of every system, of one run if the first one's has them all; None if one is missing."""
         first = self.last(benchmark, workload, systems[0], metric)
         if first is None:
             return None
@@ -112,7 +110,7 @@ class Rows:
 
 
 def read_rows(paths: Sequence[Path]) -> Rows:
-    """Return the rows of results files, one behind the other."""
+    """Return the rows of results files, one after the other."""
     rows: list[Row] = []
     for path in paths:
         with path.open(newline="", encoding="utf-8") as file:
@@ -125,11 +123,11 @@ def _value(row: Row) -> float:
 
 
 def judge_gain(gain: float, spread: float) -> str:
-    """Return in words whether a gain is one.
+    """Describe whether a gain is significant.
 
     Args:
-        gain: In per cent.
-        spread: What two rounds of one combination differ by, in per cent.
+        gain: Gain in per cent.
+        spread: Difference of two rounds of one combination, in per cent.
 
     Example:
         >>> judge_gain(0.2, 0.4)
@@ -178,7 +176,7 @@ def _metadata_gain(workload: str) -> Callable[[Rows], Found | None]:
                 f"{', '.join(gained)}"
             )
             parts[-1] += f" ({saved:.1f} ms a step)"
-        # A build of the same loop on the same machine.
+        # A build by the same loop on the same machine.
         build = rows.last("packed_metadata", "8192 tokens", "dense, loop over documents", "one build")
         if build is not None and build["device"] == used[0]["device"]:
             num_layers = int(WORKLOADS[workload].model_config["num_hidden_layers"])

@@ -3,11 +3,12 @@ r"""Measure how long a sharded checkpoint blocks the step under FSDP2: synchrono
     torchrun --standalone --nproc_per_node=2 -m benchmarks.save_hold --device cpu --width 512 --layers 8
     torchrun --standalone --nproc_per_node=2 -m benchmarks.save_hold --width 4096 --layers 12 --out runs/saves
 
-Trains every weight of a Llama with random weights, with FusedAdamW. Each mode saves ``--saves`` times, ``--every`` steps
-apart; the first save, which allocates the copies, is reported by itself. "hold" is the time of
+Trains every weight of a Llama with random weights, with FusedAdamW. Each mode saves ``--saves`` times, ``--every``
+steps apart; the first save, which allocates the copies, is reported separately. "hold" is the time of
 ``trainer.save_checkpoint`` on rank 0, with the device synchronised before and after. "step" is a step without a save;
-"step beside a write" is the step after each save. The folders are in ``--folder``, and each replaces the one before it.
-The last step is saved once more, synchronously: both folders must hold the same shards, or nothing is reported.
+"step beside a write" is the step after each save, during the write. The folders are in ``--folder``, and each replaces
+the previous one. The last step is saved once more, synchronously: both folders must have the same shards, or nothing is
+reported.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Saves(Callback):
     """Save every few steps, and record the milliseconds of saves and of steps.
 
     Args:
-        path: Of the checkpoint.
-        again: Of the checkpoint of the last step that is written synchronously.
+        path: Path of the checkpoint.
+        again: Path of the last step's checkpoint that is written synchronously.
         every: Steps between two saves.
     """
 
