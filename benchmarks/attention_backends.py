@@ -59,8 +59,8 @@ def packs_of(device: str) -> dict[str, list[int]]:
     if device == "cpu":
         return {"3 documents": [20, 1, 11]}
     ruler = make_packs(WORKLOADS["qwen3-0.6b-lora"])
-    found = {f"{len(pack.lengths)} documents": pack.lengths for pack in (ruler[0], ruler[3])}
-    return found | {
+    packs = {f"{len(pack.lengths)} documents": pack.lengths for pack in (ruler[0], ruler[3])}
+    return packs | {
         f"{8192 // length} of {length} tokens": [length] * (8192 // length) for length in (2048, 4096, 8192)
     }
 
@@ -71,9 +71,9 @@ def run(leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, back
         *leaves, context=context, scale=heads.width**-0.5, window=heads.window, softcap=None, sink_H=None,
         backend=backend, collect=lambda *_: None,
     )  # fmt: skip
-    found = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)[0]
-    assert found is not None
-    return [out.detach(), found]
+    gradient = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)[0]
+    assert gradient is not None
+    return [out.detach(), gradient]
 
 
 def measure(
@@ -105,12 +105,12 @@ def rows_of(model: str, pack: str, lengths: list[int], *, device: str, num_runs:
     truth: list[torch.Tensor] = []
     for backend in BACKENDS[device]:
         try:
-            found = run(leaves, context, heads, backend=backend)
+            results = run(leaves, context, heads, backend=backend)
         except FastFTError as error:
             sys.stdout.write(f"{model:20} {pack:18} {backend:9} {error}\n")
             continue
-        truth = truth or found
-        for value, true in zip(found, truth):
+        truth = truth or results
+        for value, true in zip(results, truth):
             if not float((value.float() - true.float()).norm() / true.float().norm()) <= BOUND:
                 raise SystemExit(f"{model}, {pack}: {backend} differs from {BACKENDS[device][0]}")
         times, gib = measure(leaves, context, heads, backend=backend, num_runs=num_runs)

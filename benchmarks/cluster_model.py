@@ -121,11 +121,16 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
             step_ms = float(row["value"])
         if not row["metric"].startswith("peak allocated"):
             continue
-        found, date, name, system = Estimate(step_ms, float(row["value"])), row["date"], row["workload"], row["system"]
+        measured, date, name, system = (
+            Estimate(step_ms, float(row["value"])),
+            row["date"],
+            row["workload"],
+            row["system"],
+        )
         if system == "ours one GPU":
-            newest[name] = found
+            newest[name] = measured
         elif full := _FULL.fullmatch(f"{name}: {system}"):
-            newest[f"{full['model']} {full['mode']}"] = found
+            newest[f"{full['model']} {full['mode']}"] = measured
         match, workload = _SYSTEM.fullmatch(system), _WORKLOAD.fullmatch(name)
         if match is None or workload is None:
             continue
@@ -149,7 +154,7 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
             predicted = Estimate(scaled.step_ms, predicted.peak_gib + one.peak_gib - alone.peak_gib)
         is_used = (date, system) in USED and name.startswith("qwen3-8b")
         unknown = UNKNOWN if match["kind"] == "experts" else ""
-        rows.append(Row(date, name, system, *found, *predicted, is_used, unknown=unknown))
+        rows.append(Row(date, name, system, *measured, *predicted, is_used, unknown=unknown))
     return rows
 
 

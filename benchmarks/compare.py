@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--row", choices=list(ROWS), help="a headline of docs/numbers.md, all of it in one run")
+    asked.add_argument("--row", choices=list(ROWS), help="measure a whole headline of docs/numbers.md in one run")
     asked.add_argument("--workload", choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts])
     parser.add_argument(
         "--arms",
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--root",
         type=Path,
-        help="where weights are built; by default a folder in memory where they fit, else runs/weights",
+        help="folder for weights; by default in memory if they fit, else runs/weights",
     )
     parser.add_argument("--out", type=Path, help="folder of results; by default a new one in runs/compare")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda; cpu for --row tiny")
@@ -187,18 +187,20 @@ def _parser() -> argparse.ArgumentParser:
         help=f"timed steps of a setting, over all passes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
         "one exceeds 3 s",
     )
-    parser.add_argument("--warmup", type=int, default=NUM_WARMUP, help="ours takes as many as plans and graphs need")
+    parser.add_argument(
+        "--warmup", type=int, default=NUM_WARMUP, help="warm-up steps; ours runs as many as plans and graphs need"
+    )
     parser.add_argument(
         "--case-s",
         type=float,
         default=0.0,
-        help="time a case no longer than this in one process, but 10 steps at least; 0 for all steps",
+        help="limit of the timed steps of a case in one process, at least 10 steps; 0 for all steps",
     )
     parser.add_argument(
         "--passes", type=int, default=2, help="processes of a setting, each with its share of the steps"
     )
-    parser.add_argument("--budget-s", type=float, default=7200.0, help="for all processes together")
-    parser.add_argument("--arm-s", type=float, default=400.0, help="most for one process")
+    parser.add_argument("--budget-s", type=float, default=7200.0, help="limit of all processes together")
+    parser.add_argument("--arm-s", type=float, default=400.0, help="limit of one process")
     parser.add_argument("--no-chart", action="store_true")
     return parser
 
@@ -221,7 +223,7 @@ def find_settings(
     their names. A row has its own settings.
     """
     of_row = ROWS[row].settings if row else None
-    found, gaps = [], {}
+    chosen, gaps = [], {}
     for name in (name for name in SYSTEMS if name in set(systems)):
         system = SYSTEMS[name]
         if of_row is not None and name not in of_row and system.arm:
@@ -240,8 +242,8 @@ def find_settings(
             if missing:
                 gaps[f"{name} {setting.mode}"] = f"ModuleNotFoundError: No module named {missing!r}"
             else:
-                found.append((system.arm, setting.mode))
-    return found, gaps
+                chosen.append((system.arm, setting.mode))
+    return chosen, gaps
 
 
 def is_chosen(setting: tuple[str, str], arms: Iterable[str]) -> bool:
@@ -343,9 +345,13 @@ class ComparisonRun:
         row = ROWS.get(self.options.row)
         return list(row.settings["ours"]) if row else [mode for system, mode in settings if system == "ours"]
 
-    def _case(self, system: str, mode: str, asked: str) -> Case:
+    def _case(self, system: str, mode: str, optimizer_name: str) -> Case:
         """Return the first process of a setting; on a GPU ours has its own optimizer with moments of equal width."""
-        optimizer = OUR_OPTIMIZERS.get(asked, asked) if system == "ours" and self.options.device == "cuda" else asked
+        optimizer = (
+            OUR_OPTIMIZERS.get(optimizer_name, optimizer_name)
+            if system == "ours" and self.options.device == "cuda"
+            else optimizer_name
+        )
         return replace(self._template, system=system, mode=mode, half=1, optimizer=optimizer)
 
     def records(self) -> list[dict[str, Any]]:
@@ -403,10 +409,10 @@ def list_processes(settings: Sequence[tuple[str, str]]) -> list[tuple[str, list[
         >>> list_processes([("ours", "keep"), ("ours", "recompute"), ("trl", "keep"), ("trl", "recompute")])
         [('ours', ['keep', 'recompute']), ('trl', ['keep']), ('trl', ['recompute'])]
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    processes: dict[tuple[str, str], list[str]] = {}
     for system, mode in settings:
-        found.setdefault((system, "" if system in ("plain", "ours") else mode), []).append(mode)
-    return [(system, modes) for (system, _), modes in found.items()]
+        processes.setdefault((system, "" if system in ("plain", "ours") else mode), []).append(mode)
+    return [(system, modes) for (system, _), modes in processes.items()]
 
 
 def _report(run: ComparisonRun, settings: Sequence[tuple[str, ...]], gaps: Mapping[str, str], *, command: str) -> int:

@@ -162,14 +162,14 @@ def run_arm(arm: str, base: Any, workload: Workload, *, num_steps: int, is_cuda:
 
 def compare(records: Sequence[dict[str, Any]]) -> list[str]:
     """Return the ratios of the times, and the difference of the losses of DoRA's two forwards."""
-    found = {record["arm"]: record for record in records if "ms" in record}
+    by_arm = {record["arm"]: record for record in records if "ms" in record}
     lines = []
-    if "lora" in found:
+    if "lora" in by_arm:
         lines += [
-            f"{arm} / lora: {found[arm]['ms'] / found['lora']['ms']:.4f}" for arm in ("dora", "peft") if arm in found
+            f"{arm} / lora: {by_arm[arm]['ms'] / by_arm['lora']['ms']:.4f}" for arm in ("dora", "peft") if arm in by_arm
         ]
-    if "dora" in found and "peft" in found:
-        pairs = list(zip(found["dora"]["losses"], found["peft"]["losses"]))
+    if "dora" in by_arm and "peft" in by_arm:
+        pairs = list(zip(by_arm["dora"]["losses"], by_arm["peft"]["losses"]))
         worst = max(abs(ours / theirs - 1) for ours, theirs in pairs)
         state = "equal" if worst <= LOSS_TOLERANCE else "NOT EQUAL"
         lines.append(f"losses of dora and peft over {len(pairs)} steps: {state}, at most {worst:.2e} apart")

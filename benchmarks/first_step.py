@@ -98,12 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", required=True)
     parser.add_argument("--systems", nargs="+", default=["ours", "unsloth"], choices=SYSTEMS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--root", type=Path, required=True, help="where the workloads are built")
+    parser.add_argument("--root", type=Path, required=True, help="folder of the built workloads")
     parser.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, logs, rows.csv and table.txt")
     parser.add_argument("--data", type=Path, default=DATA, help="folder with gsm8k and gpt2_bpe")
-    parser.add_argument("--max-tokens", type=int, help="of a pack; default: the workload's")
+    parser.add_argument("--max-tokens", type=int, help="tokens of a pack; default: that of the workload")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--start-s", type=float, default=240.0, help="longest start")
+    parser.add_argument("--start-s", type=float, default=240.0, help="limit of a start")
     parser.add_argument("--budget-s", type=float, default=3600.0)
     parser.add_argument("--profile", action="store_true", help="profile one more warm start of ours")
     return parser
@@ -160,8 +160,8 @@ def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Pa
     if start == "cold":
         shutil.rmtree(caches, ignore_errors=True)
         caches.mkdir()
-    found = options.out.resolve() / f"{name}.json"
-    found.unlink(missing_ok=True)
+    record_path = options.out.resolve() / f"{name}.json"
+    record_path.unlink(missing_ok=True)
     environment = environment_of(system, device=options.device, folder=options.out / "flash_attn")
     environment = {variable: value for variable, value in environment.items() if variable not in _DROPPED}
     environment |= {variable: str(caches / variable.lower()) for variable in _CACHES}
@@ -170,7 +170,7 @@ def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Pa
         filter(None, [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")])
     )
     words = {
-        "--workload": options.workload, "--system": system, "--device": options.device, "--record": found,
+        "--workload": options.workload, "--system": system, "--device": options.device, "--record": record_path,
         "--root": options.root.resolve(), "--model": texts.parent / "model", "--texts": texts,
         "--max-tokens": options.max_tokens, "--steps": options.steps,
         **({"--profile": options.out.resolve() / f"{name}.txt"} if start == "profile" else {}),
@@ -196,7 +196,7 @@ def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Pa
         lines = (options.out / f"{name}.log").read_text("utf-8", errors="replace").strip().splitlines() or [""]
         reason = "stopped at its time limit" if code is None else f"exit code {code}: {lines[-1][:300]}"
         return {**record, "reason": reason}
-    record |= json.loads(found.read_text(encoding="utf-8"))
+    record |= json.loads(record_path.read_text(encoding="utf-8"))
     steady_s, place = find_steady(record["step_ends"])
     record["steady_step_s"], record["num_to_steady"] = steady_s, place + 1
     record["marks"]["steady"] = record["step_ends"][place]

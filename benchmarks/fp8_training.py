@@ -223,11 +223,11 @@ def judge(results: Mapping[str, Sequence[Result]]) -> tuple[list[str], bool]:
         for arm in results:
             if arm == "plain":
                 continue
-            found = [getattr(result, name) for result in results[arm]]
-            apart = sum(found) / len(found) - sum(plain) / len(plain)
+            values = [getattr(result, name) for result in results[arm]]
+            apart = sum(values) / len(values) - sum(plain) / len(plain)
             is_met = (abs(apart) <= spread) is not (arm == "control")
             are_met &= is_met
-            shown = ", ".join(f"{loss:.4f}" for loss in found)
+            shown = ", ".join(f"{loss:.4f}" for loss in values)
             lines.append(f"{'met' if is_met else 'MISSED'}: {name}: {arm} {shown}; on average {apart:+.4f} from plain")
     return lines, are_met
 
@@ -237,13 +237,13 @@ def result_rows(results: Mapping[str, Sequence[Result]], *, command: str, device
     rows: list[dict[str, Any]] = []
     for name, title in (("last_loss", f"mean of the last {NUM_LAST} losses"), ("test_loss", "test loss")):
         for arm, each in results.items():
-            found = [getattr(result, name) for result in each]
+            values = [getattr(result, name) for result in each]
             shared = {
                 "benchmark": "fp8_training",
                 "workload": f"qwen3 of 8 layers, every weight, {len(each[0].losses)} steps",
                 "system": arm,
                 "version": f"torch {torch.__version__.partition('+')[0]}",
-                "n": len(found),
+                "n": len(values),
                 "unit": "nats",
                 "command": command,
                 "device": device,
@@ -251,8 +251,8 @@ def result_rows(results: Mapping[str, Sequence[Result]], *, command: str, device
             rows += [
                 {**shared, "metric": metric, "value": value}
                 for metric, value in (
-                    (title, sum(found) / len(found)),
-                    (f"{title}, seeds apart", max(found) - min(found)),
+                    (title, sum(values) / len(values)),
+                    (f"{title}, seeds apart", max(values) - min(values)),
                 )
             ]
     return rows

@@ -148,8 +148,8 @@ def arms_of(product: Product, *, device: str) -> dict[str, Callable[[], torch.Te
 
     def rows_too() -> torch.Tensor:
         values, scale_T = quantise_rows(product.rows(), is_checked=False)
-        found = x_fp8._replace(x_TI=values) if isinstance(x_fp8, GatheredRows) else values
-        return narrow(found, scales._replace(x_scale_T=scale_T))
+        rows = x_fp8._replace(x_TI=values) if isinstance(x_fp8, GatheredRows) else values
+        return narrow(rows, scales._replace(x_scale_T=scale_T))
 
     arms = {
         "bf16 ours": lambda: op.grouped_mm(x, weight, end_E, **ours),
@@ -183,7 +183,7 @@ def arms_of(product: Product, *, device: str) -> dict[str, Callable[[], torch.Te
     }
 
 
-def error_of(product: Product, found: torch.Tensor, *, has_addend: bool) -> float:
+def error_of(product: Product, result: torch.Tensor, *, has_addend: bool) -> float:
     """Return the relative distance of the first rows of a result from the product in fp32."""
     x = product.x
     num = min(NUM_CHECKED, x.shape[0])
@@ -198,7 +198,7 @@ def error_of(product: Product, found: torch.Tensor, *, has_addend: bool) -> floa
             assert low_NR is not None
             assert low_ERO is not None
             truth[own] += low_scale * (low_NR[:num][own].float() @ low_ERO[expert].float())
-    return ((found[:num].float() - truth).norm() / truth.norm()).item()
+    return ((result[:num].float() - truth).norm() / truth.norm()).item()
 
 
 def times_ms(run: Callable[[], Any], *, device: str, num_runs: int = NUM_RUNS) -> list[float]:
@@ -360,11 +360,11 @@ def render(records: Sequence[dict[str, Any]]) -> str:
         for record in own:
             if "tiles" in record["arm"]:
                 continue
-            told = record["reason"] or (
+            text = record["reason"] or (
                 f"{record['p50']:.3f} ms ({record['p10']:.3f} to {record['p90']:.3f})  {record['tflops']:.0f} TFLOPS  "
                 f"error {record['error']:.4f}"
             )
-            lines.append(f"  {record['arm']:22} {told}")
+            lines.append(f"  {record['arm']:22} {text}")
         for kind in CANDIDATES:
             timed = sorted(
                 (record for record in own if record["arm"] == f"{kind} tiles" and not record["reason"]),
@@ -426,8 +426,8 @@ def main(arguments: list[str] | None = None) -> int:
     records: list[dict[str, Any]] = []
     for name, shape in shapes.items():
         product = make_product(shape, num_tokens=options.tokens, device=device)
-        found = [sweep(name, product, kind) for kind in CANDIDATES] if options.tiles else []
-        for source in found or [measure(name, product, device=device)]:
+        sweeps = [sweep(name, product, kind) for kind in CANDIDATES] if options.tiles else []
+        for source in sweeps or [measure(name, product, device=device)]:
             for record in source:
                 records.append(record)
                 if time.monotonic() > deadline:
@@ -447,7 +447,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--products", nargs="+", choices=tuple(MODELS["tiny"]), default=list(MODELS["tiny"]))
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     parser.add_argument("--tiles", action="store_true", help="time candidates for the tiles instead of the arms")
-    parser.add_argument("--budget-s", type=float, default=600.0, help="nothing is started after this")
+    parser.add_argument("--budget-s", type=float, default=600.0, help="start no measurement after this")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser
 

@@ -244,7 +244,7 @@ def time_mode(
     mode: str, *, files: WorkloadFiles | None, num_steps: int, device: StubbedDevice | None, is_cuda: bool
 ) -> HostClock:
     """Train some steps of a mode, and return the measurements of the host."""
-    asked = parse_mode(mode)
+    parsed = parse_mode(mode)
     if files is None:
         tuner, packs = make_tiny()
         num_warmup, start = NUM_WARMUP, None
@@ -254,9 +254,9 @@ def time_mode(
         num_warmup, start = max(NUM_WARMUP + 2, least_warmup(mode)), dict(files.read_trained())
     clock = HostClock(num_warmup=num_warmup, num_steps=num_steps, device=device, start=start)
     trainer = ours.make_trainer(
-        FastFTStrategy(activations=asked.checkpointing), clock, max_steps=clock.num_total, is_cuda=is_cuda
+        FastFTStrategy(activations=parsed.checkpointing), clock, max_steps=clock.num_total, is_cuda=is_cuda
     )
-    trainer.callbacks.extend(asked.callbacks(is_cuda=is_cuda))
+    trainer.callbacks.extend(parsed.callbacks(is_cuda=is_cuda))
     rows = [packs[step % len(packs)] for step in range(clock.num_total)]
     trainer.fit(tuner, torch.utils.data.DataLoader(rows, batch_size=None, collate_fn=_same, pin_memory=is_cuda))
     return clock
@@ -291,11 +291,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", default=["keep+fused"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument(
-        "--profile", type=int, default=0, help="functions to list by own time, and by time with callees"
+        "--profile", type=int, default=0, help="number of functions to list, by own time and by time with callees"
     )
-    parser.add_argument("--workload", choices=list(WORKLOADS), help="train its model on a GPU")
-    parser.add_argument("--root", type=Path, help="where benchmarks.train_step built the workload")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of a workload")
+    parser.add_argument("--workload", choices=list(WORKLOADS), help="train the model of this workload on a GPU")
+    parser.add_argument("--root", type=Path, help="folder of workloads built by benchmarks.train_step")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="device for --workload")
     options = parser.parse_args(arguments)
     files = device = None
     if options.workload is None:

@@ -81,8 +81,8 @@ def main() -> int:
             error = float((value.float() - true.float()).norm() / true.float().norm())
             if not error <= BOUNDS[options.dtype]:
                 raise SystemExit(f"{name}: output {place} is off by {error:.3g}")
-        found = measure(inputs, context, num_rows=num_rows)
-        sys.stdout.write(f"{name:24} {found['median']:8.2f} ms [{found['p10']:.2f}, {found['p90']:.2f}]\n")
+        times = measure(inputs, context, num_rows=num_rows)
+        sys.stdout.write(f"{name:24} {times['median']:8.2f} ms [{times['p10']:.2f}, {times['p90']:.2f}]\n")
         rows.append(
             {
                 "benchmark": "masked_attention",
@@ -91,10 +91,10 @@ def main() -> int:
                 "system": name,
                 "version": f"torch {torch.__version__.partition('+')[0]}",
                 "metric": "forward and backward",
-                "value": found["median"],
-                "p10": found["p10"],
-                "p90": found["p90"],
-                "n": found["n"],
+                "value": times["median"],
+                "p10": times["p10"],
+                "p90": times["p90"],
+                "n": times["n"],
                 "unit": "ms",
                 "command": "python -m benchmarks.masked_attention " + " ".join(sys.argv[1:]),
                 "device": versions().get("device", "cpu"),

@@ -290,13 +290,13 @@ def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device
 
 def drop_shared_adapters(model: torch.nn.Module) -> list[str]:
     """Remove adapters from shared experts, whose projections are named like the experts' stacks; return their names."""
-    found = [
+    names = [
         name for name, module in model.named_modules() if ".shared_expert." in name and hasattr(module, "base_layer")
     ]
-    for name in found:
+    for name in names:
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, model.get_submodule(name).base_layer)
-    return found
+    return names
 
 
 def trained_in_layer(model: torch.nn.Module, number: int) -> dict[str, list[int]]:
@@ -349,9 +349,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print the table of raw logs")
     table.add_argument("raw", type=Path, nargs="+")
     for command in (run, arm):
-        command.add_argument(
-            "--root", type=Path, required=True, help="where the workloads are built: a folder in memory"
-        )
+        command.add_argument("--root", type=Path, required=True, help="folder of the built workloads, in memory")
         command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser
 
@@ -445,11 +443,11 @@ def describe(records: Sequence[dict[str, Any]]) -> str:
     lines = [render_table(list(latest.values()))]
     for workload in dict.fromkeys(record["workload"] for record in latest.values()):
         own = [record for record in latest.values() if record["workload"] == workload]
-        told = next((record["routing"] for record in own if "routing" in record), None)
-        if told is not None:
-            spread = f"layers {told['lowest']:.1%} to {told['highest']:.1%}"
+        routing = next((record["routing"] for record in own if "routing" in record), None)
+        if routing is not None:
+            spread = f"layers {routing['lowest']:.1%} to {routing['highest']:.1%}"
             lines.append(
-                f"{workload}: the busiest tenth of the experts gets {told['busiest_tenth']:.1%} of the rows ({spread})"
+                f"{workload}: the busiest tenth of the experts gets {routing['busiest_tenth']:.1%} of the rows ({spread})"
             )
         lines += [
             f"{workload}: {record['title']}: {record['real_share']:.0%} of the padded tokens are real"

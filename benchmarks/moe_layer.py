@@ -296,9 +296,9 @@ class Layer:
         """Return output and gradients of one run, fp32."""
         y_TD = self.forward()
         self.backward(y_TD)
-        found = {"output": y_TD.detach(), "d states": self._x.grad, "d routing weights": self._weight.grad}
-        found |= {f"d {name}": parameter.grad for name, parameter in self.parameters.items()}
-        return {name: tensor.float() for name, tensor in found.items() if tensor is not None}
+        results = {"output": y_TD.detach(), "d states": self._x.grad, "d routing weights": self._weight.grad}
+        results |= {f"d {name}": parameter.grad for name, parameter in self.parameters.items()}
+        return {name: tensor.float() for name, tensor in results.items() if tensor is not None}
 
 
 # Measuring
@@ -308,17 +308,17 @@ def measure(layer: Layer, *, arm: str, truth: dict[str, torch.Tensor], num_runs:
     """Compare one arm with the truth and time it; a record without "forward" was refused."""
     is_cuda = device == "cuda"
     verdict = judging.judge(layer.results(), truth, device=device, limits=judging.limits_of(arm))
-    found: dict[str, Any] = {"verdict": verdict.to_dict(), "reason": verdict.reason}
+    record: dict[str, Any] = {"verdict": verdict.to_dict(), "reason": verdict.reason}
     if not verdict.passed:
-        return found
-    found["waits"] = count_waits(layer, is_cuda=is_cuda)
+        return record
+    record["waits"] = count_waits(layer, is_cuda=is_cuda)
     if is_cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() / 2**30 if is_cuda else 0.0
     layer.backward(layer.forward())
-    found["peak_gib"] = peak_memory_gib(is_cuda=is_cuda)["allocated"] - before
+    record["peak_gib"] = peak_memory_gib(is_cuda=is_cuda)["allocated"] - before
     for _ in range(NUM_WARMUP):
         layer.backward(layer.forward())
     clock = StepClock(is_cuda=is_cuda)
@@ -329,8 +329,8 @@ def measure(layer: Layer, *, arm: str, truth: dict[str, torch.Tensor], num_runs:
         layer.backward(y_TD)
         clock.mark()
     spans = clock.read_ms()
-    found["forward"], found["backward"] = summarise_ms(spans[::2]), summarise_ms(spans[1::2])
-    return found
+    record["forward"], record["backward"] = summarise_ms(spans[::2]), summarise_ms(spans[1::2])
+    return record
 
 
 def count_waits(layer: Layer, *, is_cuda: bool) -> tuple[int, int]:
@@ -431,29 +431,31 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
     """Return the rows of one measured case for results.csv; none for one that was refused or failed."""
     if record["reason"]:
         return []
-    found = record["versions"]
+    packages = record["versions"]
     shared = {
         "benchmark": "moe_layer",
         "workload": _case(record).workload,
         "system": record["arm"],
         "command": command,
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
         "version": "; ".join(
-            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers", "peft") if name in found
+            f"{name} {packages[name]}"
+            for name in ("lightning_fastft", "torch", "transformers", "peft")
+            if name in packages
         ),
     }
     rows = []
     for part in ("forward", "backward"):
-        told = record[part]
+        times = record[part]
         rows.append(
             {
                 **shared,
                 "metric": part,
-                "value": told["median"],
+                "value": times["median"],
                 "unit": "ms",
-                "p10": told["p10"],
-                "p90": told["p90"],
-                "n": told["n"],
+                "p10": times["p10"],
+                "p90": times["p90"],
+                "n": times["n"],
             }
         )
     rows += [

@@ -96,15 +96,18 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, required=True)
     shared.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    shared.add_argument("--tokens", type=int, default=8192, help="of a pack")
-    shared.add_argument("--one-document", action="store_true", help="whose packs hold one document each")
-    shared.add_argument("--mode", default="offload", help="what happens to activations, as in the ruler")
+    shared.add_argument("--tokens", type=int, default=8192, help="tokens of a pack")
+    shared.add_argument("--one-document", action="store_true", help="packs of one document each")
+    shared.add_argument("--mode", default="offload", help="mode for activations, as in the ruler")
     shared.add_argument("--steps", type=int, default=30)
     shared.add_argument("--warmup", type=int, default=8, help="steps before the timed ones, all on the same packs")
     shared.add_argument("--budget-s", type=float, default=3600.0)
-    shared.add_argument("--arm-s", type=float, default=3600.0, help="most for one run")
+    shared.add_argument("--arm-s", type=float, default=3600.0, help="limit of one run")
     shared.add_argument(
-        "--adapters", default="auto", choices=("auto", "replicate", "shard"), help="of LoRA under FSDP2"
+        "--adapters",
+        default="auto",
+        choices=("auto", "replicate", "shard"),
+        help="placement of LoRA adapters under FSDP2",
     )
     one = commands.add_parser("multi", parents=[shared], help="one GPU, DDP and FSDP2")
     one.add_argument("--workload", default="qwen3-8b-lora")
@@ -115,16 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     two = commands.add_parser("full32b", parents=[shared], help="every weight of a large model")
     two.add_argument(
-        "--workload", default="qwen3-32b-qlora", help="whose configuration is trained, in bf16 and without adapters"
+        "--workload", default="qwen3-32b-qlora", help="workload whose model is trained, in bf16 and without adapters"
     )
     two.add_argument("--ranks", type=int, default=4)
     two.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    two.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
+    two.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="bits of the moments")
     owners = commands.add_parser(EXPERTS, parents=[shared], help="every weight of a mixture of experts")
-    owners.add_argument("--workload", default="qwen3-30b-a3b-12l-lora", help="whose configuration is trained")
+    owners.add_argument("--workload", default="qwen3-30b-a3b-12l-lora", help="workload whose model is trained")
     owners.add_argument("--ranks", type=int, default=2)
     owners.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    owners.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
+    owners.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="bits of the moments")
     owners.add_argument("--runs", nargs="+", default=["fsdp", EXPERTS], choices=("fsdp", EXPERTS))
     owners.add_argument("--expert-parallel", type=int, help="ranks that share one set of experts (all)")
     three = commands.add_parser("worker", parents=[shared], help="one rank of a run")
@@ -137,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument("--expert-parallel", type=int)
     three.add_argument("--title", required=True)
     for command in (one, three):
-        command.add_argument("--root", type=Path, help="where the workload is built; random weights without it")
+        command.add_argument("--root", type=Path, help="folder of the built workload; without it weights are random")
     return parser
 
 
@@ -238,9 +241,9 @@ def run_command(command: Sequence[str], *, log: Path, seconds: float, environmen
             return f"stopped after {seconds:.0f} s"
         finally:
             _end(process)
-    said = log.read_bytes()[begin:].decode(errors="replace").splitlines()
+    output = log.read_bytes()[begin:].decode(errors="replace").splitlines()
     # torchrun's own report of a failed rank comes last.
-    lines = [line for line in said if "Error" in line and "ChildFailedError" not in line]
+    lines = [line for line in output if "Error" in line and "ChildFailedError" not in line]
     return "" if code == 0 else f"ended with code {code}: {lines[-1][:300] if lines else ''}"
 
 

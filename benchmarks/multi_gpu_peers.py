@@ -141,15 +141,15 @@ def _load_peft(files: Any, lora: Any, *, is_cuda: bool) -> Any:
 def _transformers_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of TrainingArguments for a mode."""
     words, is_sharded = options.mode.split("+"), options.strategy.endswith("fsdp")
-    found: dict[str, Any] = {"remove_unused_columns": False}
+    arguments: dict[str, Any] = {"remove_unused_columns": False}
     if "recompute" in words and not is_sharded:
-        found |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        arguments |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if "liger" in words:
-        found |= {
+        arguments |= {
             "use_liger_kernel": True,
             "liger_kernel_config": {"fused_linear_cross_entropy": not is_sharded, "cross_entropy": is_sharded},
         }
-    return found
+    return arguments
 
 
 def _run_unsloth(options: argparse.Namespace) -> None:
@@ -175,14 +175,14 @@ def _run_unsloth(options: argparse.Namespace) -> None:
     mode = MODES[options.mode.partition("+")[0]]
     model = add_adapters(model, files.workload, target_modules=TARGET_MODULES, mode=mode)
     # TRL's own default would enable it again when training begins.
-    kept = {} if mode["use_gradient_checkpointing"] else {"gradient_checkpointing": False}
+    checkpointing = {} if mode["use_gradient_checkpointing"] else {"gradient_checkpointing": False}
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
         train_dataset=sft.seed_documents(),
         args=SFTConfig(
             **training_arguments(options),
-            **kept,
+            **checkpointing,
             max_length=options.tokens,
             packing=True,
             dataset_text_field="text",
@@ -388,14 +388,14 @@ def _gradient_squares(model: Any) -> Any:
     import torch
     from torch.distributed.tensor import DTensor
 
-    found = []
+    squares = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             gradient = parameter.grad
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             zero = torch.zeros((), device=parameter.device)
-            found.append(zero if gradient is None else gradient.detach().float().square().sum())
-    return torch.stack(found)
+            squares.append(zero if gradient is None else gradient.detach().float().square().sum())
+    return torch.stack(squares)
 
 
 if __name__ == "__main__":

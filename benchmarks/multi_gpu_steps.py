@@ -176,6 +176,6 @@ class StepLog:
         """Return the value of every rank."""
         if self._record["num_ranks"] == 1:
             return [value]
-        found: list[Any] = [None] * self._record["num_ranks"]
-        torch.distributed.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self._record["num_ranks"]
+        torch.distributed.all_gather_object(values, value)
+        return values

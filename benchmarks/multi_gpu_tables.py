@@ -19,16 +19,16 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
     """Return rows for results.csv, without those of failed runs."""
     if record["reason"]:
         return []
-    found, summary = record["versions"], record["summary"]
+    packages, summary = record["versions"], record["summary"]
     kind = "one document" if record["is_one_document"] else "packed"
     shared = {
         "benchmark": "multi_gpu",
         "workload": f"{record['workload']}, {kind}, {record['num_tokens']} tokens a pack, {record['mode']}"
         + (", moments in 8 bits" if record["optim_bits"] == 8 else ""),
         "system": record["title"] if is_peer(record) else f"ours {record['title']}",
-        "version": "; ".join(f"{name} {found[name]}" for name in _packages(record) if name in found),
+        "version": "; ".join(f"{name} {packages[name]}" for name in _packages(record) if name in packages),
         "command": command,
-        "device": f"{record['num_ranks']} x {found.get('device', 'cpu')}",
+        "device": f"{record['num_ranks']} x {packages.get('device', 'cpu')}",
         "n": summary["n"],
     }
     step = {

@@ -85,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument(
         "--modes", nargs="+", default=["auto:64+fused"], help='tried in order until one trains; "auto" gets the budget'
     )
-    three.add_argument("--without-reference", action="store_true", help="compare no losses with recompute, uncapped")
+    three.add_argument(
+        "--without-reference", action="store_true", help="do not compare losses with those of recompute without a cap"
+    )
     three.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
     offload_front.add_arguments(commands, shared)
     return parser
@@ -292,16 +294,16 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
     """Return rows for results.csv, without runs that have a reason."""
     if record["reason"]:
         return []
-    found, summary = record["versions"], record["summary"]
+    packages, summary = record["versions"], record["summary"]
     shared = {
         "benchmark": f"offload {record['command_name']}",
         "workload": f"{record['workload']}, packed, {record['num_tokens']} tokens",
         "system": f"ours {record['title']}",
         "version": "; ".join(
-            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+            f"{name} {packages[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in packages
         ),
         "command": command,
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
         "n": summary["n"],
     }
     figures: list[tuple[str, Any, str]] = [
@@ -364,10 +366,10 @@ def _gains(timed: dict[str, dict[str, Any]], workload: str) -> list[str]:
         other = timed[mode]
         gain = (other["summary"]["median"] / double["summary"]["median"] - 1) * 100
         extra = double["peak_gib"]["allocated"] - other["peak_gib"]["allocated"]
-        told = ""
+        published = ""
         if mode == "offload1" and workload in PUBLISHED:
-            told = f" (published +{PUBLISHED[workload][0]} %, +{PUBLISHED[workload][1]} GB)"
-        lines.append(f"two buffers against {mode}: {gain:+.2f} % steps/s, {extra:+.2f} GiB{told}")
+            published = f" (published +{PUBLISHED[workload][0]} %, +{PUBLISHED[workload][1]} GB)"
+        lines.append(f"two buffers against {mode}: {gain:+.2f} % steps/s, {extra:+.2f} GiB{published}")
     layers = double["num_layers"]
     backward_ms = timed.get("recompute", double)["backward_ms"]["median"] / layers
     uses = double.get("copies") or []
@@ -384,11 +386,11 @@ def _gains(timed: dict[str, dict[str, Any]], workload: str) -> list[str]:
 
 def _figures(record: dict[str, Any]) -> str:
     summary = record["summary"]
-    told = (
+    text = (
         f"{summary['median']:.1f} [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, "
         f"{record['peak_gib']['allocated']:.2f} GiB"
     )
-    return f"{told}, exposed {exposed_ms(record):.2f}" if record.get("copies") else told
+    return f"{text}, exposed {exposed_ms(record):.2f}" if record.get("copies") else text
 
 
 def overlap_table(records: Sequence[dict[str, Any]]) -> str:

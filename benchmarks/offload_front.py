@@ -33,25 +33,17 @@ UNSLOTH = ("unsloth:unsloth", "unsloth:off")
 def add_arguments(commands: Any, shared: argparse.ArgumentParser) -> None:
     """Add the subcommand "front"."""
     one = commands.add_parser("front", parents=[shared], help="step time against memory, through the ruler")
-    one.add_argument("--root", type=Path, required=True, help="where the workloads are built")
+    one.add_argument("--root", type=Path, required=True, help="folder of the built workloads")
     one.add_argument("--workload", nargs="+", required=True)
-    one.add_argument(
-        "--liger", nargs="*", default=[], metavar="WORKLOAD", help="workloads whose cases have Liger's layers"
-    )
-    one.add_argument(
-        "--fused", nargs="*", default=[], metavar="WORKLOAD", help="workloads whose cases have fused layers"
-    )
+    one.add_argument("--liger", nargs="*", default=[], metavar="WORKLOAD", help="workloads with Liger's layers")
+    one.add_argument("--fused", nargs="*", default=[], metavar="WORKLOAD", help="workloads with fused layers")
     one.add_argument("--host-gib", type=float, default=32.0, help="pinned memory of each plan")
-    one.add_argument(
-        "--extra-modes", nargs="*", default=[], help="modes of ours beyond the front, as the ruler writes them"
-    )
+    one.add_argument("--extra-modes", nargs="*", default=[], help="further modes of ours, written as in the ruler")
     one.add_argument("--peers", nargs="*", default=list(UNSLOTH))
     one.add_argument("--warmup", type=int, default=6)
     one.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
     one.add_argument("--num-budgets", type=int, default=7)
-    one.add_argument(
-        "--budgets-gib", type=float, nargs="*", help="these budgets instead of those computed from the ends"
-    )
+    one.add_argument("--budgets-gib", type=float, nargs="*", help="budgets; by default computed from the end points")
 
 
 def front(options: argparse.Namespace) -> int:
@@ -258,18 +250,18 @@ def _front_line(record: dict[str, Any]) -> str:
         record.get("copies"),
         record.get("plan_check"),
     )
-    told = f"{'':>8} {'':>6} {'':>9} {'':>6}"
+    text = f"{'':>8} {'':>6} {'':>9} {'':>6}"
     if predicted:
         time_error, peak_error = (
             predicted["step_ms"] / summary["median"] - 1,
             predicted["peak_gib"] / peak - 1 if peak else 0.0,
         )
-        told = f"{predicted['step_ms']:>8.0f} {time_error:>+6.1%} {predicted['peak_gib']:>9.2f} {peak_error:>+6.1%}"
+        text = f"{predicted['step_ms']:>8.0f} {time_error:>+6.1%} {predicted['peak_gib']:>9.2f} {peak_error:>+6.1%}"
     exposed = f"{copies['exposed_ms']:.1f}" if copies else ""
     host = f"{engine['pinned_bytes'] / 2**30:.1f}" if engine else ""
     equal = ("bit-equal" if check["is_bitwise"] else f"cosine {check['worst_cosine'][1]:.6f}") if check else ""
     return (
         f"  {record['title']:<30} {summary['median']:>8.1f} {summary['p10']:>8.1f} {summary['p90']:>8.1f} "
-        f"{summary['n']:>3} {peak:>7.2f} | {told} | "
+        f"{summary['n']:>3} {peak:>7.2f} | {text} | "
         f"{exposed:>7} {host:>8}  {equal}"
     )

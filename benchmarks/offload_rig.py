@@ -390,5 +390,5 @@ def disagreement(record: dict[str, Any], reference: dict[str, Any]) -> str:
 
 def exposed_ms(record: dict[str, Any]) -> float:
     """Return the median time that compute waited for copies in the profiled steps; NaN without profiled steps."""
-    found = sorted(use["exposed_ms"] for use in record.get("copies", []))
-    return found[len(found) // 2] if found else float("nan")
+    times = sorted(use["exposed_ms"] for use in record.get("copies", []))
+    return times[len(times) // 2] if times else float("nan")

@@ -106,7 +106,7 @@ class Measure(Callback):
         step_ms, graphs = self._clock.read_ms()[self._num_warmup - 1 :], self._fused._graphs
         tokens = self._tokens[self._num_warmup :]
         num_layers = sum(len(each._layers) for each in graphs)
-        found: dict[str, Any] = {
+        measured: dict[str, Any] = {
             "ms": step_ms,
             "tokens": tokens,
             "losses": torch.stack(self._losses).tolist() if self._losses else [],
@@ -118,11 +118,11 @@ class Measure(Callback):
         }
         if tokens and graphs:
             num_replays = sum(each.num_replays for each in graphs) - self._num_replays
-            found["share_from_graphs"] = num_replays / (num_layers * len(tokens))
+            measured["share_from_graphs"] = num_replays / (num_layers * len(tokens))
         if self._is_cuda:
-            found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-            found["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return found
+            measured["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            measured["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return measured
 
 
 @contextlib.contextmanager
@@ -189,8 +189,8 @@ def start_arm(arm: str, options: argparse.Namespace, *, seconds: float) -> dict[
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LEAST_SECONDS)
             process.kill()
-    found = json.loads(record.read_text()) if record.exists() else {"arm": arm, "error": reason}
-    return {**found, "error": reason if reason.startswith("stopped") else found["error"]}
+    stored = json.loads(record.read_text()) if record.exists() else {"arm": arm, "error": reason}
+    return {**stored, "error": reason if reason.startswith("stopped") else stored["error"]}
 
 
 def render(records: Sequence[dict[str, Any]]) -> str:
@@ -261,15 +261,15 @@ def rows_of(records: Sequence[dict[str, Any]], *, workload: str, command: str) -
     for record in records:
         if record["error"] or not record.get("ms"):
             continue
-        found = record["versions"]
+        packages = record["versions"]
         shared = {
             "benchmark": "pack_lengths",
             "workload": f"{workload}, {min(record['tokens'])} to {max(record['tokens'])} tokens",
             "system": record["arm"],
-            "version": "; ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if name in found),
+            "version": "; ".join(f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages),
             "n": len(record["ms"]),
             "command": command,
-            "device": found.get("device", "cpu"),
+            "device": packages.get("device", "cpu"),
         }
         p10, p90 = np.percentile(record["ms"], [10, 90]).tolist()
         rows.append({**shared, "metric": "step", "value": median_ms(record), "p10": p10, "p90": p90, "unit": "ms"})

@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=float, default=3600.0)
-    parser.add_argument("--least-s", type=float, default=40.0, help="an arm is not started with less than this left")
+    parser.add_argument("--least-s", type=float, default=40.0, help="least remaining time to start an arm")
     return parser
 
 
@@ -167,7 +167,7 @@ def transformers_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch
         else and_masks(causal_mask_function, packed_sequence_mask_function(document_1T))
     )
     num_tokens = position_id_1T.shape[1]
-    seen = sdpa_mask(
+    is_visible = sdpa_mask(
         batch_size=1,
         q_length=num_tokens,
         kv_length=num_tokens,
@@ -175,8 +175,8 @@ def transformers_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch
         allow_is_causal_skip=False,
         device=position_id_1T.device,
     )
-    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
-    return torch.where(seen, lowest.new_zeros(()), lowest)
+    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=is_visible.device)
+    return torch.where(is_visible, lowest.new_zeros(()), lowest)
 
 
 def transformers_block_mask(position_id_1T: torch.Tensor) -> Any:
@@ -185,12 +185,12 @@ def transformers_block_mask(position_id_1T: torch.Tensor) -> Any:
 
     document_T = (position_id_1T.reshape(-1) == 0).cumsum(0)
 
-    def seen(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def is_visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (query >= key) & (document_T[query] == document_T[key])
 
     num_tokens = position_id_1T.shape[1]
     return create_block_mask(
-        seen, 1, None, num_tokens, num_tokens, device=str(position_id_1T.device), _compile=position_id_1T.is_cuda
+        is_visible, 1, None, num_tokens, num_tokens, device=str(position_id_1T.device), _compile=position_id_1T.is_cuda
     )
 
 
@@ -366,10 +366,10 @@ class Rig:
         kind = {"varlen": "varlen", "sdpa": "dense_mask", "flex": "block_mask"}[self._backend(arm)]
         expected = 1 if arm.endswith("/once") else record["num_reads"]
         if self._is_cuda or arm.startswith("sdpa"):
-            found = record["num_builds"].get(kind, 0)
-            if found != expected and not record.get("reason"):
+            num_builds = record["num_builds"].get(kind, 0)
+            if num_builds != expected and not record.get("reason"):
                 record["reason"] = (
-                    f"{kind} was built {found} times for {record['num_reads']} attention calls, expected {expected}"
+                    f"{kind} was built {num_builds} times for {record['num_reads']} attention calls, expected {expected}"
                 )
 
     def _backend(self, arm: str) -> str:
@@ -475,12 +475,12 @@ def render_table(
     by_arm = {record["arm"]: record for record in records if "step" in record}
     for gain in gains(by_arm, builds, max_tokens=max_tokens):
         published = PUBLISHED.get(workload, {}) if gain["arm"] == "sdpa/every-layer-loop" else {}
-        told = (
+        text = (
             "; published " + ", ".join(f"{part} +{value} %" for part, value in published.items()) if published else ""
         )
         lines.append(
             f"  once against {gain['arm']}: forward {gain['forward']:+.1f} %, backward {gain['backward']:+.1f} %, step "
-            f"{gain['step']:+.1f} %{told}; "
+            f"{gain['step']:+.1f} %{text}; "
             f"saved {gain['saved_ms']:.1f} ms a step, {gain['saved_forward_ms']:.1f} in the forward, formula (L-1)*m = "
             f"{gain['formula_ms']:.1f} ms"
         )
@@ -507,7 +507,7 @@ def gains(
         "flex/every-layer-transformers": "block mask, transformers",
     }
     build_ms = {row["kind"]: row["ms"]["median"] for row in builds if "ms" in row and row["num_tokens"] == max_tokens}
-    found = []
+    gains = []
     for arm, kind in kinds.items():
         once = by_arm.get(arm.partition("/")[0] + "/once")
         again = by_arm.get(arm)
@@ -522,22 +522,22 @@ def gains(
             saved_forward_ms=again["forward"]["median"] - once["forward"]["median"],
             formula_ms=(again["num_layers"] - 1) * build_ms.get(kind, float("nan")),
         )
-        found.append(gain)
-    return found
+        gains.append(gain)
+    return gains
 
 
 def result_rows(
     workload: str, builds: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], *, command: str
 ) -> list[dict[str, Any]]:
     """Return rows for results.csv."""
-    found = versions()
+    packages = versions()
     shared = {
         "benchmark": "packed_metadata",
         "version": "; ".join(
-            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+            f"{name} {packages[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in packages
         ),
         "command": command,
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
         "unit": "ms",
     }
     rows = [
@@ -571,12 +571,12 @@ def _spread(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build_line(row: dict[str, Any]) -> str:
-    told = (
+    text = (
         str(row["reason"])
         if "reason" in row
         else f"{row['ms']['median']:.3f} [{row['ms']['p10']:.3f}, {row['ms']['p90']:.3f}]"
     )
-    return f"{row['kind']:<28} {row['num_tokens']:>6} tokens {row['num_documents']:>4} documents  {told}"
+    return f"{row['kind']:<28} {row['num_tokens']:>6} tokens {row['num_documents']:>4} documents  {text}"
 
 
 def _short(record: dict[str, Any]) -> str:

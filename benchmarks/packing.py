@@ -63,12 +63,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def workloads() -> list[Workload]:
-    found = [Workload("60,000 log-normal lengths at 4,096", synthetic_lengths(), 4096)]
+    workloads = [Workload("60,000 log-normal lengths at 4,096", synthetic_lengths(), 4096)]
     length_N = gsm8k_lengths()
     if length_N is None:
         print(f"GSM8K is left out: {DATA} or the package tokenizers is missing.")
-        return found
-    return [*found, *(Workload(f"GSM8K at {max_tokens:,}", length_N, max_tokens) for max_tokens in (4096, 8192))]
+        return workloads
+    return [*workloads, *(Workload(f"GSM8K at {max_tokens:,}", length_N, max_tokens) for max_tokens in (4096, 8192))]
 
 
 def synthetic_lengths() -> np.ndarray:
@@ -91,7 +91,7 @@ def gsm8k_lengths() -> np.ndarray | None:
 
 
 def systems() -> list[System]:
-    found = [
+    systems = [
         System("lightning_fastft", lightning_fastft_version(), pack_ours),
         System("sequential greedy", "", pack_greedy),
     ]
@@ -99,9 +99,9 @@ def systems() -> list[System]:
         import trl
     except ImportError as error:
         print(f"TRL is left out: {error}.")
-        return found
+        return systems
     return [
-        *found,
+        *systems,
         System("TRL bfd, batches of 1,000", trl.__version__, lambda workload: pack_trl(workload, batch_size=1000)),
         System(
             "TRL bfd, whole set",

@@ -171,7 +171,7 @@ def _predict(workload: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int) 
     is_streamed = "+stream" in parts
     buffers = int(match["buffers"] or 2)
     if kind == "auto":
-        found = plan_on(
+        planned = plan_on(
             gpu,
             cost,
             vram_budget_bytes=int(float(match["vram"]) * _GIB) if match["vram"] else None,
@@ -186,17 +186,17 @@ def _predict(workload: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int) 
             host_bytes = float(match["host"] or DEFAULT_HOST_GIB) * _GIB
             num_hosted = min(len(segments) - 1, int(host_bytes // cost.segments[0].input_bytes))
             segments[num_hosted:] = [segment._replace(input_place="device") for segment in segments[num_hosted:]]
-        found = predict(cost, segments, machine=gpu.machine, buffers=buffers)
-    return found.step_ms, found.peak_bytes / _GIB
+        planned = predict(cost, segments, machine=gpu.machine, buffers=buffers)
+    return planned.step_ms, planned.peak_bytes / _GIB
 
 
 def _unknown(workload: str, match: re.Match[str]) -> str:
     """Return the options of the run that the estimate does not know."""
     parts = match["parts"]
-    found = [text for part, text in UNKNOWN.items() if f"+{part}" in parts]
+    unknown = [text for part, text in UNKNOWN.items() if f"+{part}" in parts]
     if match["optimizer"] == "adamw_8bit":
-        found.append("an optimizer of one launch per tensor")
-    return "; ".join(found)
+        unknown.append("an optimizer of one launch per tensor")
+    return "; ".join(unknown)
 
 
 if __name__ == "__main__":

@@ -84,13 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--results", type=Path, nargs="+", default=[RESULTS_PATH], help="measured rows")
     device = argparse.ArgumentParser(add_help=False)
     device.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    device.add_argument(
-        "--root", type=Path, default=Path("/dev/shm/fastft"), help="where models are built: a folder in memory"
-    )
+    device.add_argument("--root", type=Path, default=Path("/dev/shm/fastft"), help="folder of built models, in memory")
     shared = argparse.ArgumentParser(add_help=False, parents=[device])
     shared.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, log.txt, rows.csv and table.txt")
     shared.add_argument("--budget-s", type=float, default=3600.0)
-    shared.add_argument("--arm-s", type=float, default=600.0, help="most for one process")
+    shared.add_argument("--arm-s", type=float, default=600.0, help="limit of one process")
     timed = argparse.ArgumentParser(add_help=False, parents=[shared])
     timed.add_argument("--steps", type=int, default=20, help="timed steps of a case, over all rounds")
     one = commands.add_parser("combinations", parents=[timed], help="the three optimisations on and off")
@@ -99,14 +97,14 @@ def _parser() -> argparse.ArgumentParser:
         "--attention",
         default=None,
         choices=("varlen", "sdpa"),
-        help="whose metadata is built; varlen on CUDA, sdpa on a CPU",
+        help="attention whose metadata is built; default: varlen on CUDA, sdpa on a CPU",
     )
     one.add_argument("--rounds", type=int, default=2, choices=(1, 2))
-    two = commands.add_parser("traditional", parents=[timed], help="a padded loop beside ours")
+    two = commands.add_parser("traditional", parents=[timed], help="a padded loop, and ours")
     two.add_argument("--workload", default=None, help="llama-7b-lora on CUDA, tiny-llama on a CPU")
     two.add_argument("--padded-modes", nargs="+", default=list(PADDED_MODES))
     two.add_argument("--modes", nargs="+", default=list(OUR_MODES))
-    three = commands.add_parser("waits", parents=[shared], help="device queries of a layer of experts and of a mask")
+    three = commands.add_parser("waits", parents=[shared], help="host syncs of a layer of experts and of a mask")
     three.add_argument("--shapes", nargs="+", default=None, choices=tuple(moe_layer.SHAPES))
     three.add_argument("--tokens", type=int, default=None)
     three.add_argument("--runs", type=int, default=20, help="timed passes of a layer on CUDA")
@@ -226,8 +224,8 @@ def _measure(
         new = [record for record in own if record not in before]
         # A combination with another round gets a new row of both rounds.
         touched = {(record["workload"], record["mode"].partition("#")[0]) for record in new}
-        told = [record for record in own if (record["workload"], record["mode"].partition("#")[0]) in touched]
-        append_rows(rows(told, command=command), path=options.out / "rows.csv")
+        merged = [record for record in own if (record["workload"], record["mode"].partition("#")[0]) in touched]
+        append_rows(rows(merged, command=command), path=options.out / "rows.csv")
         table = describe(own)
         with (options.out / "table.txt").open("a", encoding="utf-8") as file:
             file.write(table + "\n")
@@ -255,8 +253,8 @@ def _run_until_done(cases: Sequence[Case], options: argparse.Namespace, *, raw: 
 
 def needs_a_run(case: Case, records: Sequence[dict[str, Any]]) -> bool:
     """Return whether a case was never measured, refused or failed by itself."""
-    found = [record for record in records if all(record.get(name) == getattr(case, name) for name in _KEY)]
-    return not any(not record["reason"].startswith(UNFINISHED) for record in found)
+    own_records = [record for record in records if all(record.get(name) == getattr(case, name) for name in _KEY)]
+    return not any(not record["reason"].startswith(UNFINISHED) for record in own_records)
 
 
 def latest_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -368,11 +366,11 @@ def gains(merged: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             best,
         ),
     ]
-    found = []
+    results = []
     for name, off, on in pairs:
         if off in timed and on in timed and off != on:
             spreads = [timed[one]["spread"] for one in (off, on)]
-            found.append(
+            results.append(
                 {
                     "name": name,
                     "gain": (timed[off]["summary"]["median"] / timed[on]["summary"]["median"] - 1) * 100,
@@ -384,7 +382,7 @@ def gains(merged: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
                     ),
                 }
             )
-    return found
+    return results
 
 
 def state_gain(gain: dict[str, Any]) -> str:
@@ -414,21 +412,21 @@ def describe_combinations(records: Sequence[dict[str, Any]]) -> str:
     ]
     for mode, record in merged.items():
         lines.append(f"  {mode:<30} " + (f"no row: {record['reason'][:300]}" if record["reason"] else _figures(record)))
-    told = gains(merged)
-    lines += [f"  {state_gain(gain)}" for gain in told]
+    results = gains(merged)
+    lines += [f"  {state_gain(gain)}" for gain in results]
     lines += [f"  {line}" for line in _formula(merged)]
-    if not told:
-        lines.append("  no gain can be said: all on, or what it is compared with, was not measured")
+    if not results:
+        lines.append("  no gain: the combination with all on, or the one to compare it with, was not measured")
     return "\n".join(lines)
 
 
 def _figures(record: dict[str, Any]) -> str:
     summary, bits = record["summary"], record.get("bits", {})
-    told = f"{bits['num_equal']}/{bits['num_tensors']}" if "num_tensors" in bits else "not promised"
+    text = f"{bits['num_equal']}/{bits['num_tensors']}" if "num_tensors" in bits else "not promised"
     return (
         f"{summary['median']:.1f} [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, "
         f"{record['tokens_per_s']:.0f}, "
-        f"{record['peak_gib']['allocated']:.2f}, {record.get('host_waits', '-')}, {told}"
+        f"{record['peak_gib']['allocated']:.2f}, {record.get('host_waits', '-')}, {text}"
     )
 
 

@@ -99,10 +99,10 @@ def all_combinations(workload: Workload, *, attention: str) -> list[Combination]
         ['every+one+dense+sdpa', 'once+two+dense+sdpa']
     """
     if not workload.num_experts:
-        found = [
+        combinations = [
             Combination(*parts, "dense", attention) for parts in itertools.product(("every", "once"), ("one", "two"))
         ]
-        return [found[0], found[-1], *found[1:-1]]
+        return [combinations[0], combinations[-1], *combinations[1:-1]]
     # The most informative combinations come first and slow loops last, in case time runs out.
     switches = (
         ("every", "one", "loop"),
@@ -146,13 +146,13 @@ class BriefRecorder(CaseRecorder):
             for parameter in judging.trainable_adapters(model).values()
             if parameter.grad is not None
         ]
-        found = {"loss": self.record["first_loss"], "gradient_norm": float(torch.stack(norms).norm())}
-        self.record["gradient_norm"] = found["gradient_norm"]
+        measured = {"loss": self.record["first_loss"], "gradient_norm": float(torch.stack(norms).norm())}
+        self.record["gradient_norm"] = measured["gradient_norm"]
         path = self._files.folder / FIRST_STEP
         if self._is_reference:
-            path.write_text(json.dumps(found))
+            path.write_text(json.dumps(measured))
         elif path.exists():
-            self.refuse(first_step_difference(found, json.loads(path.read_text())))
+            self.refuse(first_step_difference(measured, json.loads(path.read_text())))
 
     def refuse(self, reason: str) -> None:
         """Give the case no row, for this reason; it is still timed for the raw log. No-op for an empty reason."""
@@ -167,12 +167,12 @@ class BriefRecorder(CaseRecorder):
             self._num_timed = min(self._num_timed, max(LEAST_STEPS, int(CASE_SECONDS * 1e3 / step_ms)))
 
 
-def first_step_difference(found: dict[str, float], reference: dict[str, float]) -> str:
+def first_step_difference(measured: dict[str, float], reference: dict[str, float]) -> str:
     """Return how loss or gradient norm of the first step differ from the reference; empty if they agree."""
-    loss = abs(found["loss"] / reference["loss"] - 1)
+    loss = abs(measured["loss"] / reference["loss"] - 1)
     if not loss <= LOSS_TOLERANCE:
         return f"the loss of its first step is {loss:.2e} from the reference's, {LOSS_TOLERANCE:g} is allowed"
-    norm = abs(found["gradient_norm"] / reference["gradient_norm"] - 1)
+    norm = abs(measured["gradient_norm"] / reference["gradient_norm"] - 1)
     if not norm <= judging.MAX_NORM_ERROR:
         return (
             f"the norm of its first gradients is {norm:.2%} from the reference's, {judging.MAX_NORM_ERROR:.0%} is "
@@ -273,10 +273,10 @@ class CombinationCallback(ours.MeasuringCallback):
         """Return the switch that had not the effect of the combination; empty if all had."""
         wanted, context = self._combination, batch.context
         kind = BUILD_KINDS[wanted.attention]
-        found, expected = context.num_builds.get(kind, 0), 1 if wanted.metadata == "once" else context.num_reads
-        if found != expected or set(context.reads) != {wanted.attention}:
+        num_builds, expected = context.num_builds.get(kind, 0), 1 if wanted.metadata == "once" else context.num_reads
+        if num_builds != expected or set(context.reads) != {wanted.attention}:
             return (
-                f"{kind} was built {found} times in {context.num_reads} attention calls by "
+                f"{kind} was built {num_builds} times in {context.num_reads} attention calls by "
                 f"{dict(context.reads)}, expected {expected}"
             )
         engine = self._checkpointing.stacks[-1].engine
@@ -323,12 +323,12 @@ def compare_bits(tuner: FineTuner, batch: PackedBatch, path: Path) -> dict[str, 
         return {"is_promised": is_repeatable, "num_equal": len(gradients), "num_tensors": len(gradients)}
     first = judging.load_gradients(path)
     num_equal = sum(name in gradients and torch.equal(gradients[name], first[name]) for name in first)
-    found: dict[str, Any] = {"is_promised": is_repeatable, "num_equal": num_equal, "num_tensors": len(first)}
+    result: dict[str, Any] = {"is_promised": is_repeatable, "num_equal": num_equal, "num_tensors": len(first)}
     if is_repeatable and num_equal != len(first):
-        found["reason"] = (
+        result["reason"] = (
             f"{len(first) - num_equal} of {len(first)} gradients are not those of the first combination to the bit"
         )
-    return found
+    return result
 
 
 def run_combinations(cases: Sequence[Case], *, files: PublishedFiles, log: CaseLog, device: str) -> None:

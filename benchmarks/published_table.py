@@ -98,15 +98,15 @@ class Rows:
         first = self.last(benchmark, workload, systems[0], metric)
         if first is None:
             return None
-        found = [first]
+        selected = [first]
         for system in systems[1:]:
             row = self.last(benchmark, workload, system, metric, of_run=first) or self.last(
                 benchmark, first["workload"], system, metric
             )
             if row is None or row["device"] != first["device"]:
                 return None
-            found.append(row)
-        return tuple(found)
+            selected.append(row)
+        return tuple(selected)
 
 
 def read_rows(paths: Sequence[Path]) -> Rows:
@@ -148,12 +148,13 @@ def _gain(off: Row, on: Row) -> str:
 
 def _build_time(rows: Rows) -> Found | None:
     systems = ("dense, loop over documents", "dense, transformers", "dense, ours")
-    found = rows.all("packed_metadata", "8192 tokens", systems, "one build")
-    if found is None:
+    builds = rows.all("packed_metadata", "8192 tokens", systems, "one build")
+    if builds is None:
         return None
-    loop, library, own = (f"{_value(row):.2f}" for row in found)
+    loop, library, own = (f"{_value(row):.2f}" for row in builds)
     return Found(
-        f"{loop} ms by such a loop, {library} by transformers' functions, {own} by ours ({found[0]['workload']})", found
+        f"{loop} ms by such a loop, {library} by transformers' functions, {own} by ours ({builds[0]['workload']})",
+        builds,
     )
 
 
@@ -280,7 +281,7 @@ def _layer_waits(rows: Rows) -> Found | None:
     parts: list[str] = []
     used: list[Row] = []
     for shape in ("qwen3-30b-a3b", "gpt-oss-20b"):
-        told = []
+        sentences = []
         for system in ("eager", "published", "ours"):
             counts = [
                 rows.last("published waits", f"a layer of {shape},", system, f"host waits, {part}")
@@ -288,17 +289,19 @@ def _layer_waits(rows: Rows) -> Found | None:
             ]
             if None not in counts:
                 used += [row for row in counts if row is not None]
-                told.append(f"{system} {' / '.join(row['value'] for row in counts if row is not None)}")
-        if told:
-            parts.append(f"{shape}, forward / backward: {', '.join(told)}")
+                sentences.append(f"{system} {' / '.join(row['value'] for row in counts if row is not None)}")
+        if sentences:
+            parts.append(f"{shape}, forward / backward: {', '.join(sentences)}")
     return Found("; ".join(parts), tuple(used)) if parts else None
 
 
 def _mask_waits(rows: Rows) -> Found | None:
     kinds = ("dense, loop over documents", "varlen, transformers", "dense, ours", "varlen, ours")
-    found = rows.all("published waits", "", kinds, "host waits, one build")
+    selected = rows.all("published waits", "", kinds, "host waits, one build")
     return (
-        None if found is None else Found(", ".join(f"{kind}: {row['value']}" for kind, row in zip(kinds, found)), found)
+        None
+        if selected is None
+        else Found(", ".join(f"{kind}: {row['value']}" for kind, row in zip(kinds, selected)), selected)
     )
 
 
@@ -444,12 +447,12 @@ def render(rows: Rows) -> str:
     commands: dict[str, int] = {}
     lines = ["| optimisation | published | source | ours | GPU, date | command |", "|---|---|---|---|---|---|"]
     for figure in figures():
-        found = figure.find(rows)
-        used = [] if found is None else found.rows
+        result = figure.find(rows)
+        used = [] if result is None else result.rows
         devices = ", ".join(dict.fromkeys(f"{row['device']}, {row['date']}" for row in used))
-        told = dict.fromkeys(row["command"] for row in used) if found is not None else {figure.command: None}
-        numbers = ", ".join(f"[{commands.setdefault(command, len(commands) + 1)}]" for command in told)
-        ours = NOT_MEASURED if found is None else found.text
+        own_commands = dict.fromkeys(row["command"] for row in used) if result is not None else {figure.command: None}
+        numbers = ", ".join(f"[{commands.setdefault(command, len(commands) + 1)}]" for command in own_commands)
+        ours = NOT_MEASURED if result is None else result.text
         cells = (figure.topic, figure.claim, figure.source, ours, devices, numbers)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", "Commands of the rows, or, if nothing is measured, of the measurement:", ""]

@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def _wait_row(workload: str, system: str, part: str, count: int | str, *, command: str) -> dict[str, Any]:
-    found = versions()
+    packages = versions()
     return {
         "benchmark": "published waits",
         "workload": workload,
@@ -100,9 +100,9 @@ def _wait_row(workload: str, system: str, part: str, count: int | str, *, comman
         "n": 1,
         "unit": "per build" if part == "one build" else "per pass",
         "command": command,
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
         "version": "; ".join(
-            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+            f"{name} {packages[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in packages
         ),
     }
 
@@ -119,15 +119,15 @@ def build_waits(num_tokens: int, *, device: str) -> dict[str, int | str]:
     builders = _builders(context, base_dtype(is_cuda=device == "cuda"))
     # It compiles for a minute and is not in the published figures.
     builders.pop("block mask, transformers")
-    found: dict[str, int | str] = {}
+    counts: dict[str, int | str] = {}
     for kind, build_one in {**builders, "varlen, ours": context.varlen}.items():
         try:
             # Once before, because allocations of a first call do not count.
             build_one()
-            found[kind] = count_waits(build_one, device=device)
+            counts[kind] = count_waits(build_one, device=device)
         except case_failures() as error:
-            found[kind] = f"no row: {type(error).__name__}: {str(error)[:200]}"
-    return found
+            counts[kind] = f"no row: {type(error).__name__}: {str(error)[:200]}"
+    return counts
 
 
 def layer_waits(cases: Sequence[moe_layer.Case], *, write: Callable[[dict[str, Any]], None]) -> None:

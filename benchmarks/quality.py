@@ -137,7 +137,7 @@ class QualityFiles(WorkloadFiles):
 
 def read_rows(path: Path, tokenizer: Any) -> list[Example]:
     """Return the tokenised rows of a file of GSM8K."""
-    found = []
+    examples = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         worked, _, number = row["answer"].rpartition("####")
@@ -145,8 +145,8 @@ def read_rows(path: Path, tokenizer: Any) -> list[Example]:
             tokenizer(text)["input_ids"] for text in (row["question"] + "\n", worked + "####", " " + number.strip())
         )
         ids = [*question, *solution, *final, tokenizer.eos_token_id]
-        found.append(Example(ids, len(question), len(question) + len(solution)))
-    return found
+        examples.append(Example(ids, len(question), len(question) + len(solution)))
+    return examples
 
 
 def fill_packs(examples: Sequence[Example], *, max_tokens: int) -> Iterator[LabelledPack]:
@@ -346,7 +346,7 @@ def evaluate_all(
     from benchmarks.ruler.arms.plain import load_model
 
     model, examples = load_model(files, device=device, attention="sdpa"), files.read_examples("test")[:num_rows]
-    found = []
+    rows = []
     for record in records:
         if "error" in record:
             continue
@@ -354,11 +354,11 @@ def evaluate_all(
         for step, seconds in record.get("curve", ()):
             load_adapter(model, load_file(own.copy_path(record["system"], step)))
             loss, exact = evaluate(model, examples, device=device)
-            found.append(
+            rows.append(
                 {"system": record["system"], "mode": record["mode"], "seed": own.seed, "step": step, "seconds": round(seconds, 3),
                  "loss": round(loss, 5), "exact": round(exact, 4)}
             )  # fmt: skip
-    return found
+    return rows
 
 
 def seed_of(record: Mapping[str, Any]) -> int:
@@ -493,7 +493,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     is_arm = words[:1] == ["arm"]
-    parser.add_argument("--root", type=Path, default=Path("runs/weights"), help="where the model is written")
+    parser.add_argument("--root", type=Path, default=Path("runs/weights"), help="folder for the model")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     if is_arm:
         parser.add_argument("--cases", required=True)
@@ -511,7 +511,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--test-rows", type=int, default=512)
     parser.add_argument("--budget-s", type=float, default=240.0)
-    parser.add_argument("--evaluation-s", type=float, default=35.0, help="of the budget, kept for the evaluation")
+    parser.add_argument(
+        "--evaluation-s", type=float, default=35.0, help="seconds of the budget reserved for the evaluation"
+    )
     return _run(parser.parse_args(words), words)
 
 

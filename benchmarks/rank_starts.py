@@ -105,9 +105,9 @@ def train(folder: Path, num_workers: int | None) -> str:
 def run_rank(rank: int, port: int, folder: Path, num_workers: int | None) -> None:
     """Run one rank in a child; returning ends the process like a script."""
     os.setpgid(0, 0)
-    said = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    stderr = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
-        os.dup2(said, descriptor)
+        os.dup2(stderr, descriptor)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     names = {
         "RANK": rank,
@@ -139,8 +139,8 @@ def wait_for(start: Start) -> bool:
     """Record the ranks that have ended; return whether all have."""
     for rank, pid in enumerate(start.pids):
         if start.codes[rank] is None:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            start.codes[rank] = os.waitstatus_to_exitcode(status) if found else None
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            start.codes[rank] = os.waitstatus_to_exitcode(status) if ended else None
     return None not in start.codes
 
 
@@ -178,15 +178,15 @@ def judge(start: Start, is_hung: bool, truth: list[str]) -> str:
     elif any(codes):
         end = "failed"
     else:
-        found = [(start.folder / f"weights-{rank}").read_text() for rank in range(NUM_RANKS)]
-        truth.extend(found[:1] if not truth else [])
-        end = "wrong" if set(found) != set(truth) else "untidy" if was_left else "good"
+        digests = [(start.folder / f"weights-{rank}").read_text() for rank in range(NUM_RANKS)]
+        truth.extend(digests[:1] if not truth else [])
+        end = "wrong" if set(digests) != set(truth) else "untidy" if was_left else "good"
     if end != "good":
         print(f"start {start.number}: {end}, exit codes {codes}")
         for rank in range(NUM_RANKS):
-            said = start.folder / f"stderr-{rank}"
+            stderr = start.folder / f"stderr-{rank}"
             print(
-                f"--- rank {rank}:\n{said.read_text(errors='replace')[-SAID_CHARACTERS:] if said.exists() else ''}",
+                f"--- rank {rank}:\n{stderr.read_text(errors='replace')[-SAID_CHARACTERS:] if stderr.exists() else ''}",
                 flush=True,
             )
     shutil.rmtree(start.folder)
@@ -208,7 +208,7 @@ def main() -> int:
     """Run all starts; return the exit code of the parent, or of a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=2000)
-    parser.add_argument("--pairs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="starts side by side")
+    parser.add_argument("--pairs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="concurrent starts")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a start is hung")
     parser.add_argument(
         "--workers", type=int, default=None, help="num_workers of the loader; the default of the package if not given"

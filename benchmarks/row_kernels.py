@@ -157,13 +157,13 @@ def main(arguments: list[str] | None = None) -> int:
         # Read when triton is imported, which happens later.
         os.environ["TRITON_INTERPRET"] = "1"
     options.out.mkdir(parents=True, exist_ok=True)
-    found = versions()
+    packages = versions()
     shared = {
         "benchmark": "row_kernels",
-        "version": f"torch {found['torch']}; triton {found.get('triton', 'none')}",
+        "version": f"torch {packages['torch']}; triton {packages.get('triton', 'none')}",
         "n": options.runs,
         "command": "python -m benchmarks.row_kernels " + " ".join(sys.argv[1:]),
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
     }
     print(f"{'kernel':<46} {'size':<18} {'arm':<30} {'p50 us':>9} {'MB':>9} {'of 4.2 TB/s':>11}")
     has_failed = False
@@ -178,20 +178,20 @@ def main(arguments: list[str] | None = None) -> int:
                 has_failed = True
                 print(f"{head} {wrong}", flush=True)
                 continue
-            told = summarise_ms(times_us)
-            share = case.num_bytes / REACHABLE_BYTES_PER_S / (told["median"] / 1e6)
-            print(f"{head} {told['median']:9.1f} {case.num_bytes / 1e6:9.1f} {share:11.1%}", flush=True)
+            summary = summarise_ms(times_us)
+            share = case.num_bytes / REACHABLE_BYTES_PER_S / (summary["median"] / 1e6)
+            print(f"{head} {summary['median']:9.1f} {case.num_bytes / 1e6:9.1f} {share:11.1%}", flush=True)
             row = {**shared, "workload": f"{case.name}, {case.workload}", "system": arm}
             rows = [
                 {
                     **row,
                     "metric": "time",
-                    "value": told["median"],
-                    "p10": told["p10"],
-                    "p90": told["p90"],
+                    "value": summary["median"],
+                    "p10": summary["p10"],
+                    "p90": summary["p90"],
                     "unit": "us",
                 },
-                {**row, "metric": "rate", "value": case.num_bytes / told["median"] / 1e6, "unit": "TB/s"},
+                {**row, "metric": "rate", "value": case.num_bytes / summary["median"] / 1e6, "unit": "TB/s"},
             ]
             append_rows(rows, path=options.out / "rows.csv")
     return int(has_failed)
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/row_kernels"))
-    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the cases to run; all without")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the cases to run; default: all")
     parser.add_argument(
         "--tiles", nargs="*", metavar="KERNEL=V,V", help="time other constants too: those given, or all candidates"
     )

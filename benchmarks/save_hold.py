@@ -126,10 +126,12 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=2048, help="of the pack of each rank")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the pack of each rank")
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
-    parser.add_argument("--folder", type=Path, help="of the checkpoints; shared by the ranks; default: temporary")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the checkpoints, shared by the ranks; default: temporary"
+    )
     parser.add_argument("--out", type=Path, help="folder for rows.csv")
     options = parser.parse_args()
     port = os.environ.get("MASTER_PORT", "")

@@ -129,8 +129,8 @@ def main() -> None:
     workload = f"{options.tokens} tokens, {options.heads} x {options.width}, states {options.states}"
     for system, scan in {"fastft": state_scan, "fla-core simple_gla": scan_with_simple_gla}.items():
         check(scan, options, device)
-        found = measure(scan, options, device)
-        print(system, {name: round(value, 3) for name, value in found.items()})
+        measured = measure(scan, options, device)
+        print(system, {name: round(value, 3) for name, value in measured.items()})
         row = {
             "benchmark": "state_scan",
             "workload": workload,
@@ -142,10 +142,10 @@ def main() -> None:
             "command": f"python -m benchmarks.state_scan {' '.join(sys.argv[1:])}".strip(),
             "device": found_versions["device"],
         }
-        spread = {name: found[name] for name in ("p10", "p90")}
+        spread = {name: measured[name] for name in ("p10", "p90")}
         rows = [
-            {**row, "metric": "step", "value": found["median"], "unit": "ms", **spread},
-            {**row, "metric": "peak allocated", "value": found["peak"], "unit": "GiB"},
+            {**row, "metric": "step", "value": measured["median"], "unit": "ms", **spread},
+            {**row, "metric": "peak allocated", "value": measured["peak"], "unit": "GiB"},
         ]
         append_rows(rows, path=options.out / "rows.csv")
 

@@ -167,19 +167,19 @@ def profile_mode(
     """Train some steps of a mode and return the measurements of the last ones."""
     from lightning_fastft.callbacks.bincount_router import BincountRouter
 
-    asked = parse_mode(mode)
+    parsed = parse_mode(mode)
     packs = files.read_packs()
     profiler = _Profiler(
         start=files.read_trained(),
-        wants_liger=asked.wants_liger,
+        wants_liger=parsed.wants_liger,
         num_warmup=max(num_warmup, least_warmup(mode)),
         num_steps=num_steps,
         is_cuda=is_cuda,
     )
     trainer = ours.make_trainer(
-        FastFTStrategy(activations=asked.checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda
+        FastFTStrategy(activations=parsed.checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda
     )
-    trainer.callbacks.extend(asked.callbacks(is_cuda=is_cuda))
+    trainer.callbacks.extend(parsed.callbacks(is_cuda=is_cuda))
     if files.workload.num_experts:
         trainer.callbacks.append(BincountRouter())
     rows = [packs[step % len(packs)] for step in range(profiler.num_total)]
@@ -210,8 +210,8 @@ def sum_events(events: Iterable[Any], *, num_steps: int, is_cuda: bool) -> tuple
         name = short_name(event.key)
         counts[name] += event.count
         times_us[name] += time_us
-    found = [Kernels(name, counts[name] / num_steps, times_us[name] / num_steps / 1000) for name in counts]
-    return sorted(found, key=lambda kernel: -kernel.total_ms), copies_us / num_steps / 1000
+    kernels = [Kernels(name, counts[name] / num_steps, times_us[name] / num_steps / 1000) for name in counts]
+    return sorted(kernels, key=lambda kernel: -kernel.total_ms), copies_us / num_steps / 1000
 
 
 def short_name(name: str) -> str:
@@ -252,7 +252,7 @@ def render(profile: Profile, *, num_layers: int, num_shown: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, choices=list(WORKLOADS))
-    parser.add_argument("--root", type=Path, required=True, help="where benchmarks.train_step built the workload")
+    parser.add_argument("--root", type=Path, required=True, help="folder of workloads built by benchmarks.train_step")
     parser.add_argument("--out", type=Path, required=True, help="folder for profile.txt")
     parser.add_argument("--modes", nargs="+", default=["recompute", "keep"])
     parser.add_argument("--warmup", type=int, default=4)
@@ -274,14 +274,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_layers = files.workload.model_config["num_hidden_layers"]
     for mode in options.modes:
         try:
-            found = profile_mode(
+            step = profile_mode(
                 tuner, mode, files=files, num_warmup=options.warmup, num_steps=options.steps, is_cuda=is_cuda
             )
         except torch.OutOfMemoryError as error:
             text = f"{mode}: {str(error)[:200]}"
             drop_frames(error)
         else:
-            text = render(found, num_layers=num_layers, num_shown=options.shown)
+            text = render(step, num_layers=num_layers, num_shown=options.shown)
         print(text, flush=True)
         with (options.out / "profile.txt").open("a", encoding="utf-8") as file:
             file.write(f"{options.workload}\n{text}\n")

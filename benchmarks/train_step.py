@@ -65,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print the table of raw logs")
     table.add_argument("raw", type=Path, nargs="+")
     for command in (build, run, arm):
-        command.add_argument(
-            "--root", type=Path, required=True, help="where the workloads are built: a folder in memory"
-        )
+        command.add_argument("--root", type=Path, required=True, help="folder of the built workloads, in memory")
         command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser
 

@@ -112,8 +112,8 @@ def run_arms(options: argparse.Namespace, *, benchmark: str, arm_options: Sequen
                     command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=options.arm_s, check=False
                 )
                 log.write(done.stdout)
-                found = [line for line in done.stdout.splitlines() if line.startswith(RECORD)]
-                record = json.loads(found[-1].removeprefix(RECORD)) if found else {"error": f"exit {done.returncode}"}
+                lines = [line for line in done.stdout.splitlines() if line.startswith(RECORD)]
+                record = json.loads(lines[-1].removeprefix(RECORD)) if lines else {"error": f"exit {done.returncode}"}
             except subprocess.TimeoutExpired:
                 record = {"error": f"over {options.arm_s:.0f} s"}
         if "error" in record:

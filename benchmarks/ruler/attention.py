@@ -21,12 +21,12 @@ def describe_attention(model: Any) -> str:
 
 
 def _packages() -> list[str]:
-    found = []
+    packages = []
     for module, package in (("flash_attn", "flash-attn"), ("xformers", "xformers")):
         if module in sys.modules:
             try:
                 about = metadata.metadata(package)
             except metadata.PackageNotFoundError:
                 continue
-            found.append(SUMMARY if about["Summary"] == SUMMARY else f"{package} {about['Version']}")
-    return found
+            packages.append(SUMMARY if about["Summary"] == SUMMARY else f"{package} {about['Version']}")
+    return packages

@@ -258,7 +258,7 @@ def _mixture_shapes(model: Any, workload: Workload) -> dict[str, tuple[int, int,
     """Return rows and columns of B and A for every adapted weight by the name of its wrapper; for stacks, the ranks of
     all experts are added.
     """
-    found = {
+    shapes = {
         name: (*module.weight.shape, float(module.weight.detach().float().std()))
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in workload.target_modules
@@ -269,8 +269,8 @@ def _mixture_shapes(model: Any, workload: Workload) -> dict[str, tuple[int, int,
                 _, rows, columns = (stack := getattr(module, parameter).detach()).shape
                 if getattr(module, "is_transposed", False):
                     rows, columns = columns, rows
-                found[f"{name}.{wrapper}".rstrip(".")] = (rows, columns, float(stack.float().std()))
-    return found
+                shapes[f"{name}.{wrapper}".rstrip(".")] = (rows, columns, float(stack.float().std()))
+    return shapes
 
 
 def _write_tokenizer(files: WorkloadFiles) -> None:

@@ -404,7 +404,7 @@ def reason_without_row(record: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of the system, and the device."""
-    found = {"python": platform.python_version()}
+    packages = {"python": platform.python_version()}
     for package in (
         "torch",
         "transformers",
@@ -420,12 +420,12 @@ def versions() -> dict[str, str]:
         "lightning_fastft",
     ):
         try:
-            found[package] = metadata.version(package)
+            packages[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-    return found
+        packages["device"] = torch.cuda.get_device_name()
+    return packages
 
 
 def make_optimizer(

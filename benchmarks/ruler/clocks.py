@@ -95,5 +95,5 @@ def median_clock_mhz(samples: Sequence[tuple[float, float]], spans: Sequence[tup
         >>> median_clock_mhz([(1.0, 345.0), (2.0, 1980.0), (3.0, 1965.0), (4.0, 1980.0)], [(1.5, 4.5)])
         1980.0
     """
-    found = [clock for moment, clock in samples if any(begin <= moment <= end for begin, end in spans)]
-    return statistics.median(found) if found else None
+    clocks = [clock for moment, clock in samples if any(begin <= moment <= end for begin, end in spans)]
+    return statistics.median(clocks) if clocks else None

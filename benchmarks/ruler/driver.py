@@ -67,12 +67,12 @@ def check_references(arms: Sequence[Sequence[Case]], *, root: Path) -> None:
     Raises:
         ValueError: There is no earlier plain arm, and no earlier run wrote its gradients.
     """
-    found: set[float] = set()
+    shares: set[float] = set()
     for case in (case for cases in arms for case in cases):
         files = WorkloadFiles(root, WORKLOADS[case.workload])
         if case.system == "plain":
-            found.add(case.label_share)
-        elif case.label_share not in found and not files.reference(case.label_share).exists():
+            shares.add(case.label_share)
+        elif case.label_share not in shares and not files.reference(case.label_share).exists():
             share = "" if case.label_share == 1 else f"@{case.label_share:g}"
             raise ValueError(
                 f"Nothing to compare the gradients of {case.title!r} with: put plain:reference{share} before it."

@@ -48,5 +48,5 @@ def _gradients(
         chunk_indices = torch.stack([places // num_chunks, places % num_chunks], dim=1)
     rows = (x.flatten(0, 1).contiguous() for x in (q, k, v, do, h, dh, g))
     d_value = dv.flatten(0, 1).contiguous()
-    found = chunk_gradients(ChunkInputs(*rows, cu_seqlens, chunk_indices, scale, d_value_TJV=d_value))
-    return tuple(x.unflatten(0, (num_rows, num_tokens)) for x in found if x is not None)
+    gradients = chunk_gradients(ChunkInputs(*rows, cu_seqlens, chunk_indices, scale, d_value_TJV=d_value))
+    return tuple(x.unflatten(0, (num_rows, num_tokens)) for x in gradients if x is not None)

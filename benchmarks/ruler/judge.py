@@ -86,12 +86,12 @@ class Verdict:
 
     def describe(self) -> str:
         """Return the verdict in one line."""
-        found = (
+        summary = (
             f"{self.num_tensors} gradients, lowest cosine {self.worst_cosine[1]:.6f} ({self.worst_cosine[0]}), "
             "largest norm difference "
         )
-        found += f"{self.worst_norm_error[1]:.2%} ({self.worst_norm_error[0]}){self._limits_text()}"
-        return f"{'passed' if self.passed else 'REFUSED: ' + self.reason}; {found}"
+        summary += f"{self.worst_norm_error[1]:.2%} ({self.worst_norm_error[0]}){self._limits_text()}"
+        return f"{'passed' if self.passed else 'REFUSED: ' + self.reason}; {summary}"
 
     def _limits_text(self) -> str:
         if self.limits == Limits():
@@ -193,15 +193,15 @@ def trainable_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     adapter_keys = {name: canonical_name(name, parameter=wrapped.get(name.partition(".lora_")[0])) for name in trained}
     has_adapters = any(adapter_keys.values())
-    found: dict[str, torch.nn.Parameter] = {}
+    tensors: dict[str, torch.nn.Parameter] = {}
     for name, parameter in trained.items():
         key = adapter_keys[name] if has_adapters else weight_name(name)
-        if key is None or key in found:
+        if key is None or key in tensors:
             raise ValueError(
                 f"{name} is trained and is {'no adapter' if key is None else 'the second tensor called ' + key}."
             )
-        found[key] = parameter
-    return found
+        tensors[key] = parameter
+    return tensors
 
 
 def trainable_adapters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -210,11 +210,11 @@ def trainable_adapters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Raises:
         ValueError: Something other than adapters is trained, or two tensors share a name.
     """
-    found = trainable_tensors(model)
-    others = [key for key in found if not key.endswith((".A", ".B"))]
+    tensors = trainable_tensors(model)
+    others = [key for key in tensors if not key.endswith((".A", ".B"))]
     if others:
         raise ValueError(f"{others[0]} is trained and is no adapter.")
-    return found
+    return tensors
 
 
 @torch.no_grad()
@@ -391,11 +391,11 @@ def _compare(gradient: torch.Tensor, reference: torch.Tensor, *, device: str) ->
 
 def _products(left: torch.Tensor, right: torch.Tensor, *, device: str | torch.device) -> torch.Tensor:
     """Return the products left @ right, left @ left and right @ right in float64; shape (3,)."""
-    found = torch.zeros(3, dtype=torch.float64, device=device)
+    products = torch.zeros(3, dtype=torch.float64, device=device)
     for left_part, right_part in zip(pieces(left), pieces(right)):
         a, b = left_part.to(device).double(), right_part.to(device).double()
-        found += torch.stack([a @ b, a @ a, b @ b])
-    return found
+        products += torch.stack([a @ b, a @ a, b @ b])
+    return products
 
 
 def _low_first(cosine: float) -> float:

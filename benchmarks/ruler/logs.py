@@ -39,8 +39,8 @@ class RunLog(NamedTuple):
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of results.csv that the records give."""
         pooled = pool(self.records, clocks=self.clocks, num_passes=self.about["num_passes"])
-        found = comparison_rows(pooled, command=self.about["command"])
-        return [{**row, "date": self.about["date"]} for row in found]
+        rows = comparison_rows(pooled, command=self.about["command"])
+        return [{**row, "date": self.about["date"]} for row in rows]
 
 
 def write_log(

@@ -75,8 +75,8 @@ class Control(NamedTuple):
             reason = self.reason or "it was not measured twice from end to end"
             return f"CONTROL MISSING: {self.title or 'no case'}: {reason}; no row is written"
         calls = f" over {self.num_calls} calls" if self.num_calls > 1 else ""
-        found = f"{self.title} repeated{calls} differs by {self.difference:.2%}, {MAX_CONTROL_DIFFERENCE:.0%} allowed"
-        return f"A/A control passed: {found}" if self.passed else f"CONTROL FAILED: {found}; no row is written"
+        text = f"{self.title} repeated{calls} differs by {self.difference:.2%}, {MAX_CONTROL_DIFFERENCE:.0%} allowed"
+        return f"A/A control passed: {text}" if self.passed else f"CONTROL FAILED: {text}; no row is written"
 
 
 def pool(
@@ -96,17 +96,17 @@ def pool(
     for record in records:
         if record.get("half"):
             parts.setdefault(tuple(record[name] for name in _KEY), {})[record["half"]] = record
-    return [_pooled(found, clocks, num_passes) for found in parts.values()]
+    return [_pooled(by_number, clocks, num_passes) for by_number in parts.values()]
 
 
 def _pooled(
-    found: Mapping[int, Mapping[str, Any]], clocks: Sequence[tuple[float, float]], num_passes: int
+    by_number: Mapping[int, Mapping[str, Any]], clocks: Sequence[tuple[float, float]], num_passes: int
 ) -> dict[str, Any]:
-    parts = [found[number] for number in sorted(found)]
+    parts = [by_number[number] for number in sorted(by_number)]
     if parts[0]["repeat"]:
         # Every call repeats ours; repetitions that were cut short are ignored.
         parts = [part for part in parts if not part["reason"]] or parts
-    row = {**parts[0], "reason": _reason(found, parts, num_passes)}
+    row = {**parts[0], "reason": _reason(by_number, parts, num_passes)}
     if row["reason"]:
         row.pop("summary", None)
         return row
@@ -139,10 +139,10 @@ def _whole_run_s(part: Mapping[str, Any]) -> float:
     return float(part["whole_run_s"] + left * statistics.fmean(part["ms"]) / 1e3)
 
 
-def _reason(found: Mapping[int, Mapping[str, Any]], parts: Sequence[Mapping[str, Any]], num_passes: int) -> str:
+def _reason(by_number: Mapping[int, Mapping[str, Any]], parts: Sequence[Mapping[str, Any]], num_passes: int) -> str:
     numbers = range(1, 1 if parts[0]["repeat"] else num_passes + 1)
     for number in sorted({*numbers, *(part["half"] for part in parts)}):
-        part = found.get(number)
+        part = by_number.get(number)
         if part is None or part["reason"]:
             return f"process {number}: {_NOT_RUN if part is None else part['reason']}"
     if parts[0]["repeat"]:
@@ -219,7 +219,7 @@ def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[
     return ended_early + [
         {"system": setting[0], "mode": setting[1], "repeat": ""}
         for setting in settings
-        if not any(found[: len(setting)] == tuple(setting) for found in present)
+        if not any(row[: len(setting)] == tuple(setting) for row in present)
     ]
 
 
@@ -261,7 +261,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, .
                     "be measured"
                 )
                 continue
-            own, other = (max(found, key=lambda row: row["tokens_per_s"]) for found in (ours, peers))
+            own, other = (max(rows, key=lambda row: row["tokens_per_s"]) for rows in (ours, peers))
             memory = f"{own['peak_gib']['allocated']:.1f} against {other['peak_gib']['allocated']:.1f} GiB"
             lines.append(
                 f"{name}: {own['title']} {own['tokens_per_s'] / other['tokens_per_s']:.2f}x {other['title']} in "
@@ -289,9 +289,9 @@ def comparison_table(
     control = "on a CPU nothing is compared and no row is written" if device == "cpu" else control_of(rows).describe()
     others = [_control(row, rows) for row in rows if row["repeat"] and row["system"] != "ours" and device != "cpu"]
     lines += [
-        f"  {found.title} repeated differs by {found.difference:.2%}"
-        for found in others
-        if found.difference is not None
+        f"  {other.title} repeated differs by {other.difference:.2%}"
+        for other in others
+        if other.difference is not None
     ]
     return "\n".join(
         [*lines, f"  {control}", *(f"  {line}" for line in ratios(rows, settings=settings, device=device))]
@@ -325,7 +325,7 @@ def comparison_rows(rows: Sequence[Mapping[str, Any]], *, command: str) -> list[
     control = control_of(rows)
     if not control.passed or control.difference is None:
         return []
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for row in rows:
         own = [{**figure, "benchmark": "compare"} for figure in result_rows([dict(row)], command=command)]
         if not own:
@@ -347,5 +347,5 @@ def comparison_rows(rows: Sequence[Mapping[str, Any]], *, command: str) -> list[
             for metric, value, unit, n in figures
             if value is not None
         ]
-        found += own
-    return found
+        result += own
+    return result

@@ -170,16 +170,16 @@ class TrainingProof:
             reference: Gradients of the plain arm; None for the plain arm itself.
         """
         self._trained = trainable_tensors(model)
-        asked = self._dtype
+        dtype = self._dtype
         refused = (
             []
-            if asked is None
-            else [name for name, parameter in self._trained.items() if not may_train_in(parameter, asked)]
+            if dtype is None
+            else [name for name, parameter in self._trained.items() if not may_train_in(parameter, dtype)]
         )
         if refused:
             dtypes = sorted({str(parameter.dtype) for parameter in self._trained.values()})
             return (
-                f"it trains weights in {dtypes}, and not all of them in {asked}: {len(refused)} tensors, {refused[:3]}"
+                f"it trains weights in {dtypes}, and not all of them in {dtype}: {len(refused)} tensors, {refused[:3]}"
             )
         if reference is None:
             return ""
@@ -198,10 +198,10 @@ class TrainingProof:
     @property
     def dtypes(self) -> dict[str, dict[str, int]]:
         """Number of trained tensors of each dtype: "matrices" with two or more axes, and "vectors"."""
-        found: dict[str, Counter[str]] = {"matrices": Counter(), "vectors": Counter()}
+        counts: dict[str, Counter[str]] = {"matrices": Counter(), "vectors": Counter()}
         for parameter in self._trained.values():
-            found["vectors" if parameter.ndim < 2 else "matrices"][str(parameter.dtype).removeprefix("torch.")] += 1
-        return {kind: dict(count) for kind, count in found.items()}
+            counts["vectors" if parameter.ndim < 2 else "matrices"][str(parameter.dtype).removeprefix("torch.")] += 1
+        return {kind: dict(count) for kind, count in counts.items()}
 
     @property
     def num_movable(self) -> int:
@@ -252,11 +252,11 @@ class TrainingProof:
         if len(counts) != len(packs):
             return f"{len(counts)} batches were seen in {len(packs)} steps"
         for number, (count, pack) in enumerate(zip(counts, packs)):
-            found = (
+            fault = (
                 "the batch was not shown" if count is None else count_problem(count.tolist(), pack, share=self._share)
             )
-            if found:
-                return f"step {number}: {found}" if len(packs) > 1 else found
+            if fault:
+                return f"step {number}: {fault}" if len(packs) > 1 else fault
         return ""
 
     def _dead_steps(self) -> str:

@@ -136,8 +136,10 @@ def host_syncs_text(record: dict[str, Any]) -> str:
 def version_text(record: dict[str, Any]) -> str:
     """Return the versions of the libraries that this system uses."""
     versions = record.get("versions", {})
-    found = [f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions]
-    return "; ".join([*found, *([f"attention: {record['attention']}"] if record.get("attention") else [])])
+    packages = [
+        f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions
+    ]
+    return "; ".join([*packages, *([f"attention: {record['attention']}"] if record.get("attention") else [])])
 
 
 def _limits_text(record: dict[str, Any]) -> str:

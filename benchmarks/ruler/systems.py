@@ -123,8 +123,8 @@ SYSTEMS: Mapping[str, System] = {
         why_no_cpu=_TRITON_LOSS,
     ),
     **{
-        name: System(arm="", modules=(), pip="", why_no_arm=f"{found.version}: {found.why}")
-        for name, found in CONFLICTS.items()
+        name: System(arm="", modules=(), pip="", why_no_arm=f"{conflict.version}: {conflict.why}")
+        for name, conflict in CONFLICTS.items()
     },
 }
 

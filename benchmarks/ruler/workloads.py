@@ -126,11 +126,11 @@ def _with_routings(name: str, model_type: str, config: dict[str, Any]) -> list[W
     """Return a mixture workload at 8,192 tokens, one at 16,384, the same two with skewed routing (another model), and
     one in NF4.
     """
-    found = []
+    workloads = []
     for title, is_skewed in ((name, False), (f"{name}-skewed", True)):
         usual = Workload(title, model_type, config, None, is_skewed=is_skewed)
-        found += [usual, replace(usual, name=f"{title}-16k", max_tokens=16_384, num_packs=24, weights_of=title)]
-    return [*found, Workload(name.replace("-lora", "-qlora"), model_type, config, "nf4", weights_of=name)]
+        workloads += [usual, replace(usual, name=f"{title}-16k", max_tokens=16_384, num_packs=24, weights_of=title)]
+    return [*workloads, Workload(name.replace("-lora", "-qlora"), model_type, config, "nf4", weights_of=name)]
 
 
 # Packs of other lengths on the same weights: suffix of the name, tokens, and packs that the stored list fills.
