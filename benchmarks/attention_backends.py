@@ -4,11 +4,11 @@
     python -m benchmarks.attention_backends --models qwen3-14b --tokens 131072 --runs 5
     python -m benchmarks.attention_backends --device cpu --models tiny
 
-The heads of one layer, bf16, gradients of keys and values per query head as fused layers take them. Packs of 8,192
+The heads of one layer, bf16, gradients of keys and values per query head, as fused layers read them. Packs of 8,192
 tokens: two of the ruler (documents of 512 on average), and documents of 2,048, 4,096 and 8,192. Every backend is
 compared with the first one before it is timed: outputs and gradients of queries. Then 5 warm-up runs and 30 timed ones.
-The memory is the peak of a forward and backward above what was allocated before. `--tokens` gives one document instead.
-The order of backends in kernels/attention/op.py was chosen by it.
+The memory is the peak of a forward and backward minus the memory allocated before. `--tokens` uses one document
+instead. The order of backends in kernels/attention/op.py comes from this script.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_fastft.packing.context import BatchContext
 
 NUM_WARMUP = 5
 BACKENDS = {"cuda": ("varlen", "tiled", "cudnn"), "cpu": ("sdpa", "reference")}
-# Relative difference of two roundings of the same sums.
+# Largest relative difference of two roundings of the same sums.
 BOUND = 1e-2
 
 
@@ -59,8 +59,8 @@ def packs_of(device: str) -> dict[str, list[int]]:
     if device == "cpu":
         return {"3 documents": [20, 1, 11]}
     ruler = make_packs(WORKLOADS["qwen3-0.6b-lora"])
-    found = {f"{len(pack.lengths)} documents": pack.lengths for pack in (ruler[0], ruler[3])}
-    return found | {
+    packs = {f"{len(pack.lengths)} documents": pack.lengths for pack in (ruler[0], ruler[3])}
+    return packs | {
         f"{8192 // length} of {length} tokens": [length] * (8192 // length) for length in (2048, 4096, 8192)
     }
 
@@ -71,15 +71,15 @@ def run(leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, back
         *leaves, context=context, scale=heads.width**-0.5, window=heads.window, softcap=None, sink_H=None,
         backend=backend, collect=lambda *_: None,
     )  # fmt: skip
-    found = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)[0]
-    assert found is not None
-    return [out.detach(), found]
+    gradient = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)[0]
+    assert gradient is not None
+    return [out.detach(), gradient]
 
 
 def measure(
     leaves: list[torch.Tensor], context: BatchContext, heads: Heads, *, backend: str, num_runs: int
 ) -> tuple[dict[str, float], float]:
-    """Return the milliseconds of a forward and backward, and the GiB that it takes; 0 on a CPU."""
+    """Return the milliseconds of a forward and backward, and its memory in GiB, 0 on a CPU."""
     is_cuda = leaves[0].is_cuda
     before_gib = torch.cuda.memory_allocated() / 2**30 if is_cuda else 0.0
     if is_cuda:
@@ -105,12 +105,12 @@ def rows_of(model: str, pack: str, lengths: list[int], *, device: str, num_runs:
     truth: list[torch.Tensor] = []
     for backend in BACKENDS[device]:
         try:
-            found = run(leaves, context, heads, backend=backend)
+            results = run(leaves, context, heads, backend=backend)
         except FastFTError as error:
             sys.stdout.write(f"{model:20} {pack:18} {backend:9} {error}\n")
             continue
-        truth = truth or found
-        for value, true in zip(found, truth):
+        truth = truth or results
+        for value, true in zip(results, truth):
             if not float((value.float() - true.float()).norm() / true.float().norm()) <= BOUND:
                 raise SystemExit(f"{model}, {pack}: {backend} differs from {BACKENDS[device][0]}")
         times, gib = measure(leaves, context, heads, backend=backend, num_runs=num_runs)

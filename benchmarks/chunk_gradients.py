@@ -34,10 +34,10 @@ def main() -> int:
         )  # fmt: skip
         try:
             ms = do_bench(lambda: run(triton.chunk_gradients, inputs, offsets), return_mode="median")
-            told = f"{ms * 1e3:.0f} us"
+            text = f"{ms * 1e3:.0f} us"
         except OutOfResources:
-            told = "not enough shared memory"
-        print(f"{keys} keys, {value_bytes} bytes of values, {warps} warps, {stages} stages: {told}", flush=True)
+            text = "not enough shared memory"
+        print(f"{keys} keys, {value_bytes} bytes of values, {warps} warps, {stages} stages: {text}", flush=True)
     return 0
 
 

@@ -2,10 +2,10 @@ r"""Compare the predictions of ``fastft plan --gpus`` with every measured row of
 
     python -m benchmarks.cluster_model
 
-No GPU. The step on one GPU is the measured row of the same workload and mode, or the planner's estimate where there is
+No GPU. The step on one GPU is the measured row of the same workload and mode, or the planner's estimate if there is
 none; communication and memory follow from shapes and published link rates (lightning_fastft/estimate/layouts.py). Two
-constants there come from the rows marked "used", so only the other rows test the model. What a run used and the model
-does not know is named in the last column.
+constants there come from the rows marked "used", so only the other rows test the model. The last column names options
+of a run that the model does not know.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
 
 MAX_ERROR = 0.10
-# Of the packs of the ruler, on average over tokens.
+# Mean over the tokens of the ruler's packs.
 DOCUMENT_TOKENS = 910
-# What the model does not know of expert parallelism. Profiles of four H100 (gpt-oss-120b): kernels take 635 ms of 1,310,
-# and 7,900 launches keep the host at work for the whole step, so ranks wait for the slowest host in each layer.
+# Costs of expert parallelism that the model does not know. Profiles of four H100 (gpt-oss-120b): kernels take 635 ms of
+# 1,310, and 7,900 launches keep the host busy for the whole step, so ranks wait for the slowest host in each layer.
 UNKNOWN = "the host: ranks wait for the slowest one in each layer"
-# Rows that gave RANK_WAIT and HANDLED_BYTES_PER_S.
+# Rows from which RANK_WAIT and HANDLED_BYTES_PER_S were derived.
 USED = {("2026-11-20", "ours ddp x2"), ("2026-11-22", "ours fsdp x2")}
 _SYSTEM = re.compile(r"ours (?P<full>full )?(?P<kind>ddp|fsdp|context|experts) x(?P<gpus>\d+)")
 _WORKLOAD = re.compile(
     r"(?P<name>[^,]+), (?P<packs>packed|one document), (?P<tokens>\d+) tokens [^,]*, (?P<mode>[^,]+)"
     r"(?P<moments>, moments in 8 bits)?"
 )
-# Host memory of an automatic plan that names none, in GiB.
+# Host memory of an automatic plan without a value for it, in GiB.
 DEFAULT_HOST_GIB = 64.0
 # Every weight trained on one GPU, by the ruler, with the default optimizer.
 _FULL = re.compile(r"(?P<model>.+)-full, packed, labels 100%: ours (?P<mode>\S+), adamw_fused")
@@ -60,13 +60,13 @@ _GIB = 2**30
 
 
 class Row(NamedTuple):
-    """A measured step and its prediction; memory is the peak of allocated bytes on the largest rank, NaN where the row
-    has none.
+    """A measured step and its prediction; memory is the peak of allocated bytes on the largest rank, NaN if the row has
+    none.
 
     Args:
-        is_used: Whether the row gave a constant of the model.
+        is_used: Whether a constant of the model comes from the row.
         gpu: Name of the GPU.
-        unknown: What the run used and the estimate does not know.
+        unknown: Options of the run that the estimate does not know.
     """
 
     date: str
@@ -97,14 +97,14 @@ class Row(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A step by the planner, on one GPU or on each of several: ms and GiB."""
+    """A step predicted by the planner, on one GPU or on each of several: ms and GiB."""
 
     step_ms: float
     peak_gib: float
 
 
 def main() -> int:
-    """Print the table; return 1 if a prediction of which all is known is off by more than 10 %."""
+    """Print the table; return 1 if a prediction without unknown options is off by more than 10 %."""
     rows = compare_rows()
     sys.stdout.write(describe(rows) + "\n")
     return int(any(row.is_off for row in rows if not row.unknown))
@@ -121,11 +121,16 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
             step_ms = float(row["value"])
         if not row["metric"].startswith("peak allocated"):
             continue
-        found, date, name, system = Estimate(step_ms, float(row["value"])), row["date"], row["workload"], row["system"]
+        measured, date, name, system = (
+            Estimate(step_ms, float(row["value"])),
+            row["date"],
+            row["workload"],
+            row["system"],
+        )
         if system == "ours one GPU":
-            newest[name] = found
+            newest[name] = measured
         elif full := _FULL.fullmatch(f"{name}: {system}"):
-            newest[f"{full['model']} {full['mode']}"] = found
+            newest[f"{full['model']} {full['mode']}"] = measured
         match, workload = _SYSTEM.fullmatch(system), _WORKLOAD.fullmatch(name)
         if match is None or workload is None:
             continue
@@ -143,13 +148,13 @@ def compare_rows(path: Path = RESULTS_PATH) -> list[Row]:
         if is_full:
             alone_name = f"{workload['name'].rpartition('-')[0]} {workload['mode'].replace('+resident', '')}"
         if alone_name in newest:
-            # The mode of the row decides about compute and activations: both are taken from its own step on one GPU.
+            # Compute and activations depend on the mode of the row: both are taken from its own step on one GPU.
             one, alone = newest[alone_name], estimate(workload, Layout("ddp"), num_gpus=1, **options)
             scaled = estimate(workload, layout, num_gpus=num_gpus, factor=one.step_ms / alone.step_ms, **options)
             predicted = Estimate(scaled.step_ms, predicted.peak_gib + one.peak_gib - alone.peak_gib)
         is_used = (date, system) in USED and name.startswith("qwen3-8b")
         unknown = UNKNOWN if match["kind"] == "experts" else ""
-        rows.append(Row(date, name, system, *found, *predicted, is_used, unknown=unknown))
+        rows.append(Row(date, name, system, *measured, *predicted, is_used, unknown=unknown))
     return rows
 
 
@@ -188,7 +193,7 @@ def _costs(name: str, gpu: Gpu, *, is_fp8: bool, **options: Any) -> tuple[ModelS
 def estimate(
     workload: re.Match[str], layout: Layout, *, device: str, num_gpus: int, is_full: bool, factor: float = 1.0
 ) -> Estimate:
-    """Return the planner's step of one GPU of several; times of compute are multiplied by factor."""
+    """Return the planner's step on one GPU of several; compute times are multiplied by factor."""
     gpu = find_gpu(device.partition(" x ")[2])
     cluster = make_cluster(gpu, num_gpus=num_gpus, num_nodes=1)
     num_tokens = int(workload["tokens"]) // layout.context
@@ -233,7 +238,7 @@ def describe(rows: Sequence[Row]) -> str:
 
 
 def count_within(rows: Sequence[Row]) -> str:
-    """Return how many steps and peaks are within 10 %, as a clause."""
+    """Return the numbers of steps and peaks within 10 %, as a clause."""
     errors, peaks = [abs(row.step_error) for row in rows], [abs(row.peak_error) for row in rows]
     return (
         f"{sum(error <= MAX_ERROR for error in errors)} of {len(errors)} steps within {MAX_ERROR:.0%}, median error "

@@ -5,13 +5,14 @@ r"""Compare every system that can be imported, on the same packs, weights and ad
     python -m benchmarks.compare --workload tiny --device cpu --arms plain ours
 
 The script builds missing files, reports every system that cannot run with its error, and measures the others in two
-passes, A B C | C B A, and A' at the end: half of the timed steps of a setting in each. A' repeats our default setting as
-the A/A control. Gradient check, clock and proof of training are the ruler's (benchmarks/train_step.py). If the medians
+passes, A B C | C B A, and A' at the end: half of the timed steps of a setting in each. A' repeats our default setting
+as the A/A control. Gradient check, clock and proof of training are the ruler's (benchmarks/train_step.py). If the
+medians
 of the control differ by more than 2 %, no row and no ratio is written. A run on a CPU shows only that everything runs:
 no rows, no ratios, exit status 0 if every process ran and was checked.
 
-In OUT: raw.jsonl (every case, written when it ends), log.txt (their output), clocks.csv, table.txt, rows.csv (columns of
-results.csv), NAME-*.jsonl.gz (all of raw.jsonl with versions, driver and clocks, for benchmarks/logs), chart.png.
+In OUT: raw.jsonl (every case, written when it ends), log.txt (their output), clocks.csv, table.txt, rows.csv (columns
+of results.csv), NAME-*.jsonl.gz (all of raw.jsonl with versions, driver and clocks, for benchmarks/logs), chart.png.
 `--row NAME` (benchmarks/ruler/rows.py) measures a headline: its settings of every system with 8-bit and with 32-bit
 moments, and one setting of each system twice. In five minutes of a GPU:
 
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = read_options(words)
     if not options.no_chart and importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("compare: the chart needs matplotlib: pip install matplotlib, or add --no-chart")
-    # A driver that is told to stop ends its process first: SystemExit runs through the finally of run_arms.
+    # On SIGTERM the driver ends its process first: SystemExit runs the finally block of run_arms.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     out: Path = options.out or Path("runs") / "compare" / f"{options.row or options.workload}-{stamp}"
@@ -101,8 +102,8 @@ def describe_command(words: Sequence[str]) -> str:
     """Return the command for rows and logs, without folders of this machine.
 
     Example:
-        >>> describe_command(["--row", "tiny", "--root", "/dev/shm/x", "--out", "/tmp/y", "--resume", "/tmp/a.jsonl.gz"])
-        'python -m benchmarks.compare --row tiny --root ROOT --out runs --resume a.jsonl.gz'
+        >>> describe_command(["--row", "tiny", "--root", "/dev/shm/x", "--out", "/tmp/y", "--resume",
+        "/tmp/a.jsonl.gz"]) 'python -m benchmarks.compare --row tiny --root ROOT --out runs --resume a.jsonl.gz'
     """
     shown, option = ["python -m benchmarks.compare"], ""
     for word in words:
@@ -133,7 +134,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 class _ShortErrors(argparse.ArgumentParser):
-    """End with the reason alone: the usage fills a screen."""
+    """Exit with the error only, because the usage fills a screen."""
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
@@ -148,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--row", choices=list(ROWS), help="a headline of docs/numbers.md, all of it in one run")
+    asked.add_argument("--row", choices=list(ROWS), help="measure a whole headline of docs/numbers.md in one run")
     asked.add_argument("--workload", choices=[name for name, workload in WORKLOADS.items() if not workload.num_experts])
     parser.add_argument(
         "--arms",
@@ -170,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--root",
         type=Path,
-        help="where weights are built; by default a folder in memory where they fit, else runs/weights",
+        help="folder for weights; by default in memory if they fit, else runs/weights",
     )
     parser.add_argument("--out", type=Path, help="folder of results; by default a new one in runs/compare")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cuda; cpu for --row tiny")
@@ -186,24 +187,26 @@ def _parser() -> argparse.ArgumentParser:
         help=f"timed steps of a setting, over all passes; {NUM_STEPS}, {NUM_ROW_STEPS} with --row, 10 where "
         "one exceeds 3 s",
     )
-    parser.add_argument("--warmup", type=int, default=NUM_WARMUP, help="ours takes as many as plans and graphs need")
+    parser.add_argument(
+        "--warmup", type=int, default=NUM_WARMUP, help="warm-up steps; ours runs as many as plans and graphs need"
+    )
     parser.add_argument(
         "--case-s",
         type=float,
         default=0.0,
-        help="time a case no longer than this in one process, but 10 steps at least; 0 for all steps",
+        help="limit of the timed steps of a case in one process, at least 10 steps; 0 for all steps",
     )
     parser.add_argument(
         "--passes", type=int, default=2, help="processes of a setting, each with its share of the steps"
     )
-    parser.add_argument("--budget-s", type=float, default=7200.0, help="for all processes together")
-    parser.add_argument("--arm-s", type=float, default=400.0, help="most for one process")
+    parser.add_argument("--budget-s", type=float, default=7200.0, help="limit of all processes together")
+    parser.add_argument("--arm-s", type=float, default=400.0, help="limit of one process")
     parser.add_argument("--no-chart", action="store_true")
     return parser
 
 
 def default_root(workload: str) -> Path:
-    """Return where a workload's weights are built: shared memory where they fit twice, a folder of runs/ otherwise."""
+    """Return the folder for a workload's weights: shared memory if they fit twice, otherwise a folder of runs/."""
     num_bytes = 2 * num_weights(WORKLOADS[workload].model_config)
     if _SHARED_MEMORY.is_dir():
         root = _SHARED_MEMORY / "fastft"
@@ -216,11 +219,11 @@ def default_root(workload: str) -> Path:
 def find_settings(
     systems: Iterable[str], *, device: str, row: str | None = None
 ) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return (arm, mode) of every setting that can run here, in the order of the first pass, and why others
-    cannot, by their names. A row has settings of its own.
+    """Return (arm, mode) of every setting that can run here, in the order of the first pass, and why others cannot, by
+    their names. A row has its own settings.
     """
     of_row = ROWS[row].settings if row else None
-    found, gaps = [], {}
+    chosen, gaps = [], {}
     for name in (name for name in SYSTEMS if name in set(systems)):
         system = SYSTEMS[name]
         if of_row is not None and name not in of_row and system.arm:
@@ -239,12 +242,12 @@ def find_settings(
             if missing:
                 gaps[f"{name} {setting.mode}"] = f"ModuleNotFoundError: No module named {missing!r}"
             else:
-                found.append((system.arm, setting.mode))
-    return found, gaps
+                chosen.append((system.arm, setting.mode))
+    return chosen, gaps
 
 
 def is_chosen(setting: tuple[str, str], arms: Iterable[str]) -> bool:
-    """Whether --arms names a setting, or its system.
+    """Return whether --arms names a setting or its system.
 
     Example:
         >>> is_chosen(("trl", "keep+liger"), ["trl+liger"]), is_chosen(("trl", "keep"), ["trl+liger", "trl:recompute"])
@@ -255,7 +258,7 @@ def is_chosen(setting: tuple[str, str], arms: Iterable[str]) -> bool:
 
 
 def of_named_systems(settings: Iterable[tuple[str, str]], arms: Iterable[str]) -> list[tuple[str, str]]:
-    """Return all settings of the systems that --arms names: the best of a system is known only when all are measured.
+    """Return all settings of the systems that --arms names; the best of a system is known only after all are measured.
 
     Example:
         >>> of_named_systems([("ours", "keep"), ("ours", "recompute"), ("trl", "recompute")], ["ours:keep"])
@@ -269,7 +272,7 @@ class ComparisonRun:
     """The processes of one comparison.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
         files: The workload.
         out: Folder of results.
     """
@@ -290,15 +293,15 @@ class ComparisonRun:
             call=max(calls, default=0) + 1,
         )
         self._deadline = time.monotonic() + options.budget_s
-        # Kept for the control, without which a call counts for nothing.
+        # Time reserved for the control, without which a call cannot be used.
         self._control_seconds = 2 * LEAST_SECONDS
         self._has_asked_for_reference = False
 
     def build(self) -> None:
-        """Write the workload where it is missing, in a process of its own, so that nothing of it stays on the device.
+        """Write the workload if it is missing, in a separate process, so that none of its memory stays on the device.
 
         Raises:
-            CalledProcessError: The build failed; it has said why.
+            CalledProcessError: The build failed; its output has the reason.
         """
         if self.files.is_built():
             return
@@ -314,7 +317,7 @@ class ComparisonRun:
         subprocess.run([sys.executable, "-m", "benchmarks.train_step", *words], check=True)
 
     def measure(self, settings: Sequence[tuple[str, str]]) -> None:
-        """Run the processes of every pass, those of an even one backwards, then the control of ours.
+        """Run the processes of every pass, in reverse order in even passes, then the control of ours.
 
         Args:
             settings: Arm and mode, in the order of the first pass.
@@ -327,32 +330,36 @@ class ComparisonRun:
                 cases = [self._case(system, mode, name) for name in self.options.optimizers for mode in modes]
                 # A setting without a row in the first pass has none in the second.
                 cases = [replace(case, half=number) for case in cases if number == 1 or self._row_of(case)]
-                # Ours is repeated in a process of its own, at the end.
+                # Ours is repeated in its own process, at the end.
                 if cases and system != "ours" and (system, modes[0]) in firsts:
                     cases.append(replace(cases[0], repeat=CONTROL))
                 self._run(cases)
         ours = [self._case("ours", mode, self.options.optimizers[0]) for mode in self._our_modes(settings)]
         able = [case for case in ours if self._find(case) is None or self._row_of(case)]
-        # The only process of every call: it shows whether calls may be joined.
+        # Every call runs this process, which shows whether calls may be joined.
         self._control_seconds = 0.0
         self._run([replace(case, repeat=CONTROL, half=case.call) for case in able[:1]])
 
     def _our_modes(self, settings: Sequence[tuple[str, str]]) -> list[str]:
-        """Return the modes of ours, also where this call measures other systems only."""
+        """Return the modes of ours, also if this call measures only other systems."""
         row = ROWS.get(self.options.row)
         return list(row.settings["ours"]) if row else [mode for system, mode in settings if system == "ours"]
 
-    def _case(self, system: str, mode: str, asked: str) -> Case:
-        """Return the first process of a setting; on a GPU ours steps with its own optimizer of as many bits."""
-        optimizer = OUR_OPTIMIZERS.get(asked, asked) if system == "ours" and self.options.device == "cuda" else asked
+    def _case(self, system: str, mode: str, optimizer_name: str) -> Case:
+        """Return the first process of a setting; on a GPU ours has its own optimizer with moments of equal width."""
+        optimizer = (
+            OUR_OPTIMIZERS.get(optimizer_name, optimizer_name)
+            if system == "ours" and self.options.device == "cuda"
+            else optimizer_name
+        )
         return replace(self._template, system=system, mode=mode, half=1, optimizer=optimizer)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return what all processes have left, oldest first."""
+        """Return the records of all processes, oldest first."""
         return read_records(self.raw)
 
     def _run(self, cases: Sequence[Case]) -> None:
-        """Run the cases of one process that have not been run; where the reference is gone, plain leaves it first."""
+        """Run the cases of one process that have not been run; if the reference is missing, plain writes it first."""
         left = [case for case in cases if self._find(case) is None]
         if not left:
             return
@@ -381,12 +388,12 @@ class ComparisonRun:
             module="benchmarks.moe" if self.files.workload.num_experts else "benchmarks.train_step",
         )
         if cases[0].system == "ours" and self._control_seconds:
-            # One case with the start of a process, which all cases of this one shared.
+            # The time of one case, and of the start of the process, which its cases share.
             seconds = time.monotonic() - start
             self._control_seconds = min(seconds, 1.5 * LEAST_SECONDS + seconds / len(cases))
 
     def _find(self, case: Case) -> Mapping[str, Any] | None:
-        """Return the record of a process that needs no other try."""
+        """Return the record of a process that need not be tried again."""
         own = [record for record in self.records() if all(record[name] == getattr(case, name) for name in _KEY)]
         return own[-1] if own and not own[-1]["reason"].startswith(UNFINISHED) else None
 
@@ -396,20 +403,20 @@ class ComparisonRun:
 
 
 def list_processes(settings: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    """Return arm and modes of each process: TRL and Unsloth set a model up for one mode.
+    """Return arm and modes of each process; TRL and Unsloth prepare a model for one mode only.
 
     Example:
         >>> list_processes([("ours", "keep"), ("ours", "recompute"), ("trl", "keep"), ("trl", "recompute")])
         [('ours', ['keep', 'recompute']), ('trl', ['keep']), ('trl', ['recompute'])]
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    processes: dict[tuple[str, str], list[str]] = {}
     for system, mode in settings:
-        found.setdefault((system, "" if system in ("plain", "ours") else mode), []).append(mode)
-    return [(system, modes) for (system, _), modes in found.items()]
+        processes.setdefault((system, "" if system in ("plain", "ours") else mode), []).append(mode)
+    return [(system, modes) for (system, _), modes in processes.items()]
 
 
 def _report(run: ComparisonRun, settings: Sequence[tuple[str, ...]], gaps: Mapping[str, str], *, command: str) -> int:
-    """Write table, rows, log and chart; return 0 where rows were written, on a CPU where everything ran."""
+    """Write table, rows, log and chart; return 0 if rows were written, or on a CPU if everything ran."""
     device, workload, out = run.options.device, run.options.workload, run.out
     records, clocks = run.records(), read_clocks(out / "clocks.csv")
     rows = pool(records, clocks=clocks, num_passes=run.options.passes)
@@ -427,7 +434,7 @@ def _report(run: ComparisonRun, settings: Sequence[tuple[str, ...]], gaps: Mappi
     print(f"log: {log}", flush=True)
     figures = [] if device == "cpu" else read_log(log).rows()
     path = out / "rows.csv"
-    # Made anew from raw.jsonl, which may have grown since.
+    # Computed again from raw.jsonl, which may have more records by now.
     path.unlink(missing_ok=True)
     if figures:
         append_rows(figures, path=path)
@@ -443,7 +450,7 @@ def _report(run: ComparisonRun, settings: Sequence[tuple[str, ...]], gaps: Mappi
 
 
 def _report_cpu(rows: Sequence[Mapping[str, Any]], *, is_finished: bool) -> int:
-    """Say whether everything ran, the case that is measured twice with it; return 0 if it did."""
+    """Print whether everything ran, including the repeated case; return 0 if it did."""
     failed = [row["title"] for row in rows if row["reason"]]
     if is_finished and not failed and any(row["repeat"] for row in rows):
         print(

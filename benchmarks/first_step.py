@@ -1,10 +1,11 @@
 r"""Time to the first step: from the start of a process to the end of step 1, and to the steady step time.
 
-    python -m benchmarks.first_step --workload qwen3-0.6b-lora --systems ours unsloth --root /dev/shm/fastft --out runs/first
-    python -m benchmarks.first_step --workload tiny --device cpu --systems ours plain --root /tmp/fastft --out runs/first
+    python -m benchmarks.first_step --workload qwen3-0.6b-lora --systems ours unsloth --root /dev/shm/fastft --out
+    runs/first python -m benchmarks.first_step --workload tiny --device cpu --systems ours plain --root /tmp/fastft
+    --out runs/first
 
-Each system starts in a fresh process, first with empty caches ("cold": Triton's, Inductor's, those of tokens and data
-sets, and what a system writes to its current folder), then again with what the first start left there ("warm"). The
+Each system starts in a fresh process, first with empty caches ("cold": those of Triton, Inductor, tokens and data sets,
+and files in the current folder), then again with the caches of the first start ("warm"). The
 files of the model are in the page cache; compile the installed modules before (python -m compileall), as pip does. All
 systems read the same model folder and the same file of texts: GSM8K with the tokenizer of GPT-2 where the data folder
 and the vocabulary allow it, else made-up words. Ours trains by the shipped config of the workload, the others by their
@@ -35,7 +36,7 @@ from typing import Any
 
 from benchmarks.first_step_arms import SYSTEMS
 
-# Set before anything is imported: no system looks for a network.
+# Set before anything is imported, so that no system uses the network.
 for _name, _value in (
     ("HF_HUB_OFFLINE", "1"),
     ("TRANSFORMERS_OFFLINE", "1"),
@@ -48,10 +49,10 @@ MARKS = ("imports", "loaded", "tokenised", "prepared", "first_step", "steady")
 WINDOW = 5
 TOLERANCE = 0.05
 DATA = Path(__file__).parents[2] / "shared" / "data"
-# Variables of a developer's shell, which a user's process does not have: compiled modules are kept, and tokenizers choose
+# Variables of a developer's shell that a user's process does not have: compiled modules are kept, and tokenizers choose
 # their threads.
 _DROPPED = ("PYTHONDONTWRITEBYTECODE", "TOKENIZERS_PARALLELISM")
-# Caches by the variables that name their folders.
+# Variables with the folders of caches.
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "HF_DATASETS_CACHE")
 _BPE_WORDS = 50_257
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = WorkloadFiles(options.root, workload)
     texts = make_inputs(files, data=options.data, folder=(options.root / "first_step" / workload.name).resolve())
     records = []
-    # Cold starts of all systems come first, so that a budget that ends early leaves whole comparisons.
+    # Cold starts of all systems come first, so that a short budget still gives complete comparisons.
     for start in (*STARTS, *(["profile"] if options.profile else [])):
         for system in options.systems if start != "profile" else ["ours"]:
             record = run_start(system, start, options, texts=texts, seconds=deadline - time.monotonic())
@@ -97,12 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", required=True)
     parser.add_argument("--systems", nargs="+", default=["ours", "unsloth"], choices=SYSTEMS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--root", type=Path, required=True, help="where the workloads are built")
+    parser.add_argument("--root", type=Path, required=True, help="folder of the built workloads")
     parser.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, logs, rows.csv and table.txt")
     parser.add_argument("--data", type=Path, default=DATA, help="folder with gsm8k and gpt2_bpe")
-    parser.add_argument("--max-tokens", type=int, help="of a pack; default: the workload's")
+    parser.add_argument("--max-tokens", type=int, help="tokens of a pack; default: that of the workload")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--start-s", type=float, default=240.0, help="longest start")
+    parser.add_argument("--start-s", type=float, default=240.0, help="limit of a start")
     parser.add_argument("--budget-s", type=float, default=3600.0)
     parser.add_argument("--profile", action="store_true", help="profile one more warm start of ours")
     return parser
@@ -149,7 +150,7 @@ def _write_bpe(folder: Path, *, data: Path) -> None:
 
 
 def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Path, seconds: float) -> dict[str, Any]:
-    """Start one system in a fresh process and return its record; "reason" says why it has no times."""
+    """Start one system in a fresh process and return its record; without times it has a "reason"."""
     from benchmarks.ruler.driver import end_session, environment_of
 
     record: dict[str, Any] = {"workload": options.workload, "system": system, "start": start, "reason": ""}
@@ -159,8 +160,8 @@ def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Pa
     if start == "cold":
         shutil.rmtree(caches, ignore_errors=True)
         caches.mkdir()
-    found = options.out.resolve() / f"{name}.json"
-    found.unlink(missing_ok=True)
+    record_path = options.out.resolve() / f"{name}.json"
+    record_path.unlink(missing_ok=True)
     environment = environment_of(system, device=options.device, folder=options.out / "flash_attn")
     environment = {variable: value for variable, value in environment.items() if variable not in _DROPPED}
     environment |= {variable: str(caches / variable.lower()) for variable in _CACHES}
@@ -169,7 +170,7 @@ def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Pa
         filter(None, [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")])
     )
     words = {
-        "--workload": options.workload, "--system": system, "--device": options.device, "--record": found,
+        "--workload": options.workload, "--system": system, "--device": options.device, "--record": record_path,
         "--root": options.root.resolve(), "--model": texts.parent / "model", "--texts": texts,
         "--max-tokens": options.max_tokens, "--steps": options.steps,
         **({"--profile": options.out.resolve() / f"{name}.txt"} if start == "profile" else {}),
@@ -195,7 +196,7 @@ def run_start(system: str, start: str, options: argparse.Namespace, *, texts: Pa
         lines = (options.out / f"{name}.log").read_text("utf-8", errors="replace").strip().splitlines() or [""]
         reason = "stopped at its time limit" if code is None else f"exit code {code}: {lines[-1][:300]}"
         return {**record, "reason": reason}
-    record |= json.loads(found.read_text(encoding="utf-8"))
+    record |= json.loads(record_path.read_text(encoding="utf-8"))
     steady_s, place = find_steady(record["step_ends"])
     record["steady_step_s"], record["num_to_steady"] = steady_s, place + 1
     record["marks"]["steady"] = record["step_ends"][place]
@@ -226,7 +227,7 @@ def find_steady(step_ends: Sequence[float]) -> tuple[float, int]:
 
 
 def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv; a start that failed has none."""
+    """Return rows for results.csv, without those of failed starts."""
     from benchmarks.ruler.report import version_text
 
     rows = []

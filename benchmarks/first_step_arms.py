@@ -1,6 +1,6 @@
-"""One start of one system for benchmarks/first_step.py: from its imports to some steps, as its documentation says.
+"""One start of one system for benchmarks/first_step.py: from its imports to some steps, as in its documentation.
 
-Every system is given the same model folder and the same file of texts. Its own code tokenises and packs them.
+All systems get the same model folder and the same file of texts. Their own code tokenises and packs the texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.ruler.workloads import WorkloadFiles
 
-# Ours by phases: which mark the end of a phase of the package is.
+# The mark at the end of each phase that the package logs.
 _PHASE_MARKS = {"loading the model": "loaded", "planning packs": "tokenised"}
 
 
@@ -45,11 +45,11 @@ class Marks:
         return time.monotonic() - self._start
 
     def note(self, name: str) -> None:
-        """Note a time, the first time only."""
+        """Record a time, unless it is recorded already."""
         self.seconds.setdefault(name, self.elapsed())
 
     def step_ends(self) -> bool:
-        """Note the end of a step; return whether it was the last one. Only the first and the last wait for the device."""
+        """Record the end of a step; return whether it was the last. Only the first and last steps sync."""
         if self._is_cuda:
             import torch
 
@@ -72,7 +72,7 @@ class Marks:
 
 
 class _PhaseMarks(logging.Handler):
-    """Note the phases that the package logs."""
+    """Record the phases that the package logs."""
 
     def __init__(self, marks: Marks) -> None:
         super().__init__(logging.INFO)
@@ -94,7 +94,7 @@ def run_ours(files: WorkloadFiles, options: argparse.Namespace, marks: Marks) ->
     from lightning_fastft.core.phases import LOGGER
 
     class MarkSteps(Callback):
-        """Note the begin of the first step and the end of each."""
+        """Record the start of the first step and the end of each step."""
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             marks.note("prepared")
@@ -137,7 +137,7 @@ def run_plain(files: WorkloadFiles, options: argparse.Namespace, marks: Marks) -
     marks.note("imports")
     import torch
 
-    # transformers reads the model before it is asked for its tokenizer, as its examples do.
+    # The model is read before the tokenizer, as in transformers' examples.
     files.model = options.model
     model = load_model(files, device=options.device)
     set_checkpointing(model, enabled=True)
@@ -235,7 +235,7 @@ def _train_sft(
     from benchmarks.ruler.cases import Case
 
     class MarkSteps(TrainerCallback):
-        """Note the begin of the first step and the end of each."""
+        """Record the start of the first step and the end of each step."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             marks.note("prepared")
@@ -266,7 +266,7 @@ SYSTEMS: dict[str, Callable[[WorkloadFiles, argparse.Namespace, Marks], None]] =
 
 
 def count_compilations(record: dict[str, Any]) -> None:
-    """Count the Triton kernels that this process compiles (with their seconds), and those that it finds compiled."""
+    """Count the Triton kernels that this process compiles (with their seconds), and those read from a cache."""
     from triton import knobs
 
     record.update(num_compiled=0, compile_s=0.0, num_found=0)
@@ -301,7 +301,7 @@ def main() -> int:
     if options.device == "cuda" and importlib.util.find_spec("triton") is not None:
         count_compilations(record)
     if options.system == "unsloth":
-        # It patches torch and transformers when it is imported, and wants to come before them.
+        # Unsloth patches torch and transformers on import, so it must be imported first.
         import unsloth  # noqa: F401
     from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
@@ -320,7 +320,7 @@ def main() -> int:
 
 
 def _profile(run: Callable[[], None], path: Path) -> None:
-    """Write what the calling thread spends its time in to a text file, by cumulative and by own time."""
+    """Write the profile of the calling thread to a text file, by cumulative and by own time."""
     import cProfile
     import pstats
 

@@ -1,18 +1,18 @@
-r"""Compare losses of a small model whose every weight is trained in bf16 and with fp8 products, on real text.
+r"""Compare losses of a small model with all weights trained, in bf16 and with fp8 products, on real text.
 
     python -m benchmarks.fp8_training --data gsm8k --tokenizer gpt2_bpe --out runs/fp8_training
 
-A Qwen3 of 8 layers, drawn at random, is trained for 1,000 steps on packs of text, from three seeds (weights and order of
-the rows) by five arms: plain transformers with positions that restart at every document; the same with eager attention,
-which shows how far two correct runs of one seed end from each other; ours through FineTuner, FastFTStrategy,
-FusedKernels and Trainer; ours with ``base_compute="fp8"`` (without a GPU emulated in plain PyTorch); and a control, ours
-with half the learning rate. All arms train bf16 weights with fp32 masters (on a CPU fp32 weights), with the same AdamW
-and clipping; the learning rate rises over a tenth of the steps and falls to a tenth of its peak as a cosine. Bars: the
-mean of the last 50 losses, and the loss of rows of the test set after the last step, by transformers' own layers in
-every arm. Averaged over the seeds, those of an arm are no further from those of plain than the seeds of plain are from
-each other. The control must be further: otherwise the bars could not show a fault. Arms may run in processes of their own (``--arms``); the last one prints the verdicts. Data: a
-folder with train.jsonl and test.jsonl, lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with
-vocab.json and merges.txt.
+A Qwen3 of 8 layers, drawn at random, is trained for 1,000 steps on packs of text, from three seeds (weights and order
+of the rows) by five arms: plain transformers with positions that restart at every document; the same with eager
+attention, which shows the difference of two correct runs of one seed; ours through FineTuner, FastFTStrategy,
+FusedKernels and Trainer; ours with ``base_compute="fp8"`` (without a GPU emulated in plain PyTorch); and a control,
+ours with half the learning rate. All arms train bf16 weights with fp32 masters (on a CPU fp32 weights), with the same
+AdamW and clipping; the learning rate rises over a tenth of the steps and falls to a tenth of its peak as a cosine.
+Bars: the mean of the last 50 losses, and the loss of rows of the test set after the last step, by transformers' own
+layers in every arm. Averaged over the seeds, their distance from those of plain must be at most the largest difference
+between seeds of plain. The control must exceed it: otherwise the bars could not show a fault. Arms may run in separate
+processes (``--arms``); the last one prints the verdicts. Data: a folder with train.jsonl and test.jsonl, lines of JSON
+with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and merges.txt.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ MODEL: dict[str, Any] = {
 
 
 class Result(NamedTuple):
-    """What an arm found from one seed.
+    """The result of an arm for one seed.
 
     Args:
-        losses: Of every step.
+        losses: Loss of every step.
         test_loss: Mean over the packs of the test set after the last step.
     """
 
@@ -78,14 +78,14 @@ class Result(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What the arms of a seed share.
+    """The shared inputs of the arms of a seed.
 
     Args:
-        folder: The model, in Hugging Face's form.
-        packs: One for each step.
-        test_packs: Of the test set.
-        learning_rate: Its peak.
-        is_cuda: Whether a GPU trains, in bf16 with fp32 masters; a CPU trains in fp32.
+        folder: Folder of the model in Hugging Face's format.
+        packs: A pack for each step.
+        test_packs: Packs of the test set.
+        learning_rate: Peak learning rate.
+        is_cuda: Whether to train on a GPU, in bf16 with fp32 masters; a CPU trains in fp32.
     """
 
     folder: Path
@@ -120,7 +120,7 @@ def read_documents(path: Path, tokenizer: Any, *, max_tokens: int) -> list[Docum
 
 
 def make_packs(documents: Sequence[Document], *, num_packs: int, max_tokens: int, seed: int) -> list[PackedBatch]:
-    """Return packs of whole documents, padded to one length, in an order of their own that begins anew at its end."""
+    """Return packs of whole documents, padded to one length, in a shuffled order that repeats."""
     generator = random.Random(seed)
     packs: list[PackedBatch] = []
     current: list[Document] = []
@@ -156,7 +156,7 @@ def train_plain(recipe: Recipe, *, attention: str) -> Result:
 
 
 def plain_loss(model: Any, pack: PackedBatch) -> torch.Tensor:
-    """Return the loss of transformers' own layers; they find packed documents by positions that restart."""
+    """Return the loss of transformers' own layers, which separate packed documents by positions that restart."""
     inputs = {name: pack[name].to(model.device) for name in ("input_ids", "position_ids", "labels")}
     loss: torch.Tensor = model(**inputs, use_cache=False).loss
     return loss
@@ -203,7 +203,7 @@ def train_ours(recipe: Recipe, *, base_compute: str) -> Result:
 
 
 class _Losses(Callback):
-    """Keep the loss of every step."""
+    """Store the loss of every step."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -223,27 +223,27 @@ def judge(results: Mapping[str, Sequence[Result]]) -> tuple[list[str], bool]:
         for arm in results:
             if arm == "plain":
                 continue
-            found = [getattr(result, name) for result in results[arm]]
-            apart = sum(found) / len(found) - sum(plain) / len(plain)
+            values = [getattr(result, name) for result in results[arm]]
+            apart = sum(values) / len(values) - sum(plain) / len(plain)
             is_met = (abs(apart) <= spread) is not (arm == "control")
             are_met &= is_met
-            shown = ", ".join(f"{loss:.4f}" for loss in found)
+            shown = ", ".join(f"{loss:.4f}" for loss in values)
             lines.append(f"{'met' if is_met else 'MISSED'}: {name}: {arm} {shown}; on average {apart:+.4f} from plain")
     return lines, are_met
 
 
 def result_rows(results: Mapping[str, Sequence[Result]], *, command: str, device: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv: per arm the mean over the seeds, and how far apart its seeds are."""
+    """Return rows for results.csv: the mean and the spread over the seeds of each arm."""
     rows: list[dict[str, Any]] = []
     for name, title in (("last_loss", f"mean of the last {NUM_LAST} losses"), ("test_loss", "test loss")):
         for arm, each in results.items():
-            found = [getattr(result, name) for result in each]
+            values = [getattr(result, name) for result in each]
             shared = {
                 "benchmark": "fp8_training",
                 "workload": f"qwen3 of 8 layers, every weight, {len(each[0].losses)} steps",
                 "system": arm,
                 "version": f"torch {torch.__version__.partition('+')[0]}",
-                "n": len(found),
+                "n": len(values),
                 "unit": "nats",
                 "command": command,
                 "device": device,
@@ -251,8 +251,8 @@ def result_rows(results: Mapping[str, Sequence[Result]], *, command: str, device
             rows += [
                 {**shared, "metric": metric, "value": value}
                 for metric, value in (
-                    (title, sum(found) / len(found)),
-                    (f"{title}, seeds apart", max(found) - min(found)),
+                    (title, sum(values) / len(values)),
+                    (f"{title}, seeds apart", max(values) - min(values)),
                 )
             ]
     return rows
@@ -280,7 +280,7 @@ def make_recipe(options: argparse.Namespace, folder: Path, *, seed: int) -> Reci
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, write the losses, print the verdicts when every arm has run; 1 where a bar is missed."""
+    """Train, write the losses, and print the verdicts if every arm has run; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)

@@ -4,8 +4,9 @@ r"""Train every weight of a large model on one GPU: bf16 weights rounded stochas
 
 Weights are random and drawn on the device, so nothing is read from a disk. Packs are new in every micro-batch: random
 tokens in documents of about 1,024, all labelled. The command prints, and writes to result.json, tokens/s of each
-optimizer step behind the warm-up (p10, p50, p90, mean; CUDA events, no sync inside), peak memory allocated and
-reserved, and the losses; rows.csv has rows for results.csv. Host memory: 2.03 bytes per weight times --offload, pinned once, about a second per GiB.
+optimizer step after the warm-up (p10, p50, p90, mean; CUDA events, no sync inside), peak memory allocated and reserved,
+and the losses; rows.csv has rows for results.csv. Host memory: 2.03 bytes per weight times --offload, pinned once,
+about a second per GiB.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Packs(torch.utils.data.IterableDataset[PackedBatch]):
 
 
 class StepClock(Callback):
-    """Mark the end of every optimizer step on the device, and keep the losses there."""
+    """Record the end of every optimizer step and the losses on the device."""
 
     def __init__(self) -> None:
         self.marks: list[Any] = []
@@ -90,7 +91,7 @@ class StepClock(Callback):
         self._num_steps = 0
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: torch.Tensor) -> None:
-        """Keep a loss."""
+        """Store a loss."""
         self.losses.append(loss.detach().clone())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
@@ -149,7 +150,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     times = clock.step_ms()[options.warmup :]
     tokens = options.tokens * options.accumulate
     speeds = np.array([1e3 * tokens / each for each in times])
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "model": options.model,
         "tokens_per_step": tokens,
         "policy": options.policy,
@@ -161,13 +162,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "seconds_in_all": round(time.perf_counter() - begin, 1),
     }
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["peak_allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        found["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
-    return found
+        figures["gpu"] = torch.cuda.get_device_name()
+        figures["peak_allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        figures["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
+    return figures
 
 
-def result_rows(found: dict[str, Any], *, options: argparse.Namespace, command: str) -> list[dict[str, Any]]:
+def result_rows(figures: dict[str, Any], *, options: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     """Return rows for results.csv."""
     place = f"{100 * options.offload:.0f} % of the moments on the host"
     shared = {
@@ -175,16 +176,16 @@ def result_rows(found: dict[str, Any], *, options: argparse.Namespace, command: 
         "workload": f"{options.model}, every weight, {options.accumulate} packs of {options.tokens} tokens a step",
         "system": f"ours {options.policy}+fused, moments in 8 bits, {place}, {options.rounding} rounding",
         "version": f"torch {torch.__version__.partition('+')[0]}",
-        "n": len(found["step_ms"]),
+        "n": len(figures["step_ms"]),
         "command": command,
-        "device": found.get("gpu", "cpu"),
+        "device": figures.get("gpu", "cpu"),
     }
-    low, middle, high = (float(np.percentile(found["step_ms"], share)) for share in (10, 50, 90))
-    peaks = [kind for kind in ("allocated", "reserved") if f"peak_{kind}_gib" in found]
+    low, middle, high = (float(np.percentile(figures["step_ms"], share)) for share in (10, 50, 90))
+    peaks = [kind for kind in ("allocated", "reserved") if f"peak_{kind}_gib" in figures]
     return [
         {**shared, "metric": "step", "value": middle, "p10": low, "p90": high, "unit": "ms"},
-        {**shared, "metric": "tokens", "value": found["tokens_per_s"]["p50"], "unit": "tokens/s"},
-        *({**shared, "metric": f"peak {kind}", "value": found[f"peak_{kind}_gib"], "unit": "GiB"} for kind in peaks),
+        {**shared, "metric": "tokens", "value": figures["tokens_per_s"]["p50"], "unit": "tokens/s"},
+        *({**shared, "metric": f"peak {kind}", "value": figures[f"peak_{kind}_gib"], "unit": "GiB"} for kind in peaks),
     ]
 
 
@@ -204,12 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounding", default="stochastic", choices=("stochastic", "nearest"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    found = run(options)
+    figures = run(options)
     options.out.mkdir(parents=True, exist_ok=True)
     command = "python -m benchmarks.full_one_gpu " + " ".join(sys.argv[1:] if arguments is None else arguments)
-    append_rows(result_rows(found, options=options, command=command), path=options.out / "rows.csv")
-    (options.out / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
+    append_rows(result_rows(figures, options=options, command=command), path=options.out / "rows.csv")
+    (options.out / "result.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(figures, indent=1))
     return 0
 
 

@@ -3,17 +3,18 @@ r"""Time the grouped products of experts alone: bf16 and fp8, ours and torch's, 
     python -m benchmarks.grouped_products --out runs/grouped_products
     python -m benchmarks.grouped_products --out runs/grouped_products --tiles --budget-s 90
 
-8,192 tokens, routed evenly at random. Forward and backward of both products of Qwen3-30B-A3B (8 of 128 experts) and of
-gpt-oss (4 of 32 and 4 of 128), with a rank of 16 added where adapters add it. Arms:
+8,192 tokens, routed uniformly at random. Forward and backward of both products of Qwen3-30B-A3B (8 of 128 experts) and
+of
+gpt-oss (4 of 32 and 4 of 128), with a low-rank product of rank 16 where adapters add one. Arms:
 
-- ``bf16 torch``: torch's grouped GEMM; rows are copied into the order of experts before the clock runs.
+- ``bf16 torch``: torch's grouped GEMM; rows are copied into the order of experts before timing.
 - ``bf16 ours``, ``bf16 ours + rank 16``: our kernel; gathered rows are read in place.
-- ``fp8 torch``: torch's scaled grouped GEMM on rows that are quantised and copied before the clock runs.
-- ``fp8 ours``, ``fp8 ours + rank 16``: our kernel; ``fp8 ours, rows too`` quantises the rows within the clock.
+- ``fp8 torch``: torch's scaled grouped GEMM on rows that are quantised and copied before timing.
+- ``fp8 ours``, ``fp8 ours + rank 16``: our kernel; ``fp8 ours, rows too`` includes quantisation of the rows.
 
 Every arm is compared with the product in fp32 of the first rows before it is timed: within 1 % of its norm in bf16, 5 %
 in fp8. 3 runs to warm up and 20 timed ones by CUDA events; p50, p10, p90. ``--tiles`` compiles candidates in parallel
-processes, then times each on each shape, and prints the fastest beside the present choice.
+processes, then times each on each shape, and prints the fastest and the present choice.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Shape(NamedTuple):
     Args:
         num_experts: E.
         num_chosen: Experts per token.
-        num_inputs: Columns that are summed over.
+        num_inputs: Columns of the sum.
         num_outputs: Columns of the result.
         is_gathered: Rows are tokens, found by their slots; else they are in the order of experts.
         is_backward: The weight is stored along the outputs.
@@ -136,7 +137,7 @@ def make_product(shape: Shape, *, num_tokens: int, device: str, dtype: torch.dty
 
 
 def arms_of(product: Product, *, device: str) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return what is timed, by name."""
+    """Return the timed functions by name."""
     x, weight, end_E, x_fp8, scales = product.x, product.weight_EIO, product.end_E, product.x_fp8, product.scales
     low = {"low_NR": product.addend.low_NR, "low_ERO": product.addend.low_ERO, "low_scale": product.addend.low_scale}
     ours = {"backend": "triton" if device == "cuda" else "reference", "is_checked": False}
@@ -147,8 +148,8 @@ def arms_of(product: Product, *, device: str) -> dict[str, Callable[[], torch.Te
 
     def rows_too() -> torch.Tensor:
         values, scale_T = quantise_rows(product.rows(), is_checked=False)
-        found = x_fp8._replace(x_TI=values) if isinstance(x_fp8, GatheredRows) else values
-        return narrow(found, scales._replace(x_scale_T=scale_T))
+        rows = x_fp8._replace(x_TI=values) if isinstance(x_fp8, GatheredRows) else values
+        return narrow(rows, scales._replace(x_scale_T=scale_T))
 
     arms = {
         "bf16 ours": lambda: op.grouped_mm(x, weight, end_E, **ours),
@@ -162,7 +163,7 @@ def arms_of(product: Product, *, device: str) -> dict[str, Callable[[], torch.Te
     rows_NI, rows_fp8, scale_N = x, x_fp8, scales.x_scale_T
     if isinstance(x, GatheredRows) and isinstance(x_fp8, GatheredRows):
         rows_NI = gather_rows(x.x_TI, x.slot_N, num_experts_per_token=x.num_slots_per_row)
-        # Two bytes at once: rows of e4m3 are moved, not read.
+        # Two bytes at once: e4m3 rows are only moved.
         pairs = x_fp8.x_TI.view(torch.bfloat16)
         rows_fp8 = gather_rows(pairs, x.slot_N, num_experts_per_token=x.num_slots_per_row).view(FP8)
         scale_N = scales.x_scale_T[x.slot_N // x.num_slots_per_row]
@@ -182,8 +183,8 @@ def arms_of(product: Product, *, device: str) -> dict[str, Callable[[], torch.Te
     }
 
 
-def error_of(product: Product, found: torch.Tensor, *, has_addend: bool) -> float:
-    """Return the distance of the first rows of a result from the product in fp32, by their norm."""
+def error_of(product: Product, result: torch.Tensor, *, has_addend: bool) -> float:
+    """Return the relative distance of the first rows of a result from the product in fp32."""
     x = product.x
     num = min(NUM_CHECKED, x.shape[0])
     rows = x.x_TI[x.slot_N[:num] // x.num_slots_per_row] if isinstance(x, GatheredRows) else x[:num]
@@ -197,7 +198,7 @@ def error_of(product: Product, found: torch.Tensor, *, has_addend: bool) -> floa
             assert low_NR is not None
             assert low_ERO is not None
             truth[own] += low_scale * (low_NR[:num][own].float() @ low_ERO[expert].float())
-    return ((found[:num].float() - truth).norm() / truth.norm()).item()
+    return ((result[:num].float() - truth).norm() / truth.norm()).item()
 
 
 def times_ms(run: Callable[[], Any], *, device: str, num_runs: int = NUM_RUNS) -> list[float]:
@@ -258,7 +259,7 @@ GROUPS = (1, 2, 4, 16, 32)
 
 
 def run_tiles(product: Product, kind: str, tiles: Sequence[int] | None, *, group: int | None = None) -> torch.Tensor:
-    """Run our kernel with tiles; None for those in use."""
+    """Run our kernel with tiles; None for the present ones."""
     from lightning_fastft.kernels.grouped_mm import triton
 
     weight = product.weight_EIO if kind == "bf16" else product.weight_EOI_fp8.transpose(1, 2)
@@ -277,7 +278,7 @@ def run_tiles(product: Product, kind: str, tiles: Sequence[int] | None, *, group
 
 
 def compile_candidates(work: Sequence[tuple[Shape, str, tuple[int, ...]]]) -> None:
-    """Launch candidates on a few rows, so that they are on disk when they are timed; one that fails is met again."""
+    """Launch candidates on a few rows, so that they are cached when they are timed; failures appear again then."""
     made: dict[Shape, Product] = {}
     for shape, kind, tiles in work:
         if shape not in made:
@@ -304,7 +305,7 @@ def _few_rows(shape: Shape) -> Product:
 
 
 def launch_errors() -> tuple[type[Exception], ...]:
-    """Return what a kernel raises that does not fit the device or cannot be compiled."""
+    """Return the exceptions of a kernel that does not fit the device or cannot be compiled."""
     from triton.errors import TritonError
 
     return (RuntimeError, ValueError, TritonError)
@@ -351,7 +352,7 @@ def sweep(name: str, product: Product, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def render(records: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the arms, and of the tiles the best and the one in use."""
+    """Return a table of the arms, and for tiles the best and the present choice."""
     lines = []
     for name in dict.fromkeys(record["product"] for record in records):
         own = [record for record in records if record["product"] == name]
@@ -359,11 +360,11 @@ def render(records: Sequence[dict[str, Any]]) -> str:
         for record in own:
             if "tiles" in record["arm"]:
                 continue
-            told = record["reason"] or (
+            text = record["reason"] or (
                 f"{record['p50']:.3f} ms ({record['p10']:.3f} to {record['p90']:.3f})  {record['tflops']:.0f} TFLOPS  "
                 f"error {record['error']:.4f}"
             )
-            lines.append(f"  {record['arm']:22} {told}")
+            lines.append(f"  {record['arm']:22} {text}")
         for kind in CANDIDATES:
             timed = sorted(
                 (record for record in own if record["arm"] == f"{kind} tiles" and not record["reason"]),
@@ -425,8 +426,8 @@ def main(arguments: list[str] | None = None) -> int:
     records: list[dict[str, Any]] = []
     for name, shape in shapes.items():
         product = make_product(shape, num_tokens=options.tokens, device=device)
-        found = [sweep(name, product, kind) for kind in CANDIDATES] if options.tiles else []
-        for source in found or [measure(name, product, device=device)]:
+        sweeps = [sweep(name, product, kind) for kind in CANDIDATES] if options.tiles else []
+        for source in sweeps or [measure(name, product, device=device)]:
             for record in source:
                 records.append(record)
                 if time.monotonic() > deadline:
@@ -446,7 +447,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--products", nargs="+", choices=tuple(MODELS["tiny"]), default=list(MODELS["tiny"]))
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     parser.add_argument("--tiles", action="store_true", help="time candidates for the tiles instead of the arms")
-    parser.add_argument("--budget-s", type=float, default=600.0, help="nothing is started after this")
+    parser.add_argument("--budget-s", type=float, default=600.0, help="start no measurement after this")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser
 

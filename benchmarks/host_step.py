@@ -1,16 +1,16 @@
 r"""Time the host in training steps: ``python -m benchmarks.host_step`` on any machine, without a GPU.
 
 A decoder of 28 layers of tiny width with LoRA trains on a CPU through FineTuner, FastFTStrategy and Trainer, with fused
-layers. Kernels, GEMMs and attention are replaced by stubs, so that what is left is the host's own work: Python,
-autograd, the allocation of outputs, the small operators, and all of Triton's launches but the call of the driver.
+layers. Kernels, GEMMs and attention are replaced by stubs, so that only the work of the host is left: Python, autograd,
+the allocation of outputs, small operators, and Triton's launches without the call of the driver.
 Prints the CPU time of the forward, the backward and the optimizer (clipping included), and the calls of Python
-functions in a step. A busy machine gives slower figures: compare the least of each.
+functions in a step. A busy machine gives slower figures: compare the smallest ones.
 
     python -m benchmarks.host_step --modes keep recompute
     python -m benchmarks.host_step --profile 40
 
-With a workload that ``benchmarks.train_step build`` has written, the steps are real ones on a GPU: time between the ends
-of steps, and how long the host takes for each part without waiting for the device.
+With a workload that ``benchmarks.train_step build`` has written, the steps run on a GPU: the script measures the time
+between the ends of steps, and the host time of each part without syncs.
 
     python -m benchmarks.host_step --workload qwen3-0.6b-lora --root /dev/shm/fastft --modes keep+fused --profile 40
 """
@@ -56,7 +56,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class _Driver:
-    """What Triton asks of a driver before a launch."""
+    """The driver that Triton queries before a launch."""
 
     def get_current_device(self) -> int:
         return 0
@@ -71,7 +71,7 @@ class _Driver:
 
 
 class _Compiled:
-    """What Triton launches."""
+    """A compiled kernel that Triton launches."""
 
     function, packed_metadata = 0, ()
 
@@ -79,14 +79,14 @@ class _Compiled:
         self.run = run
 
     def launch_metadata(self, *arguments: Any) -> None:
-        """Return nothing: no hook watches launches."""
+        """Return None: there are no launch hooks."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self.run
 
 
 class StubbedDevice:
-    """Replaces the device in this process: Triton's driver, GEMMs and attention. Undone only by the end of the process.
+    """Stubs for the device in this process: Triton's driver, GEMMs and attention. They stay until the process ends.
 
     Attributes:
         num_launches: Launches of Triton kernels.
@@ -96,7 +96,7 @@ class StubbedDevice:
         self.num_launches = 0
 
     def install_kernels(self) -> None:
-        """Let operations choose Triton on a CPU, and let Triton launch nothing."""
+        """Make operations choose Triton on a CPU, without launching kernels."""
         from triton.runtime import driver
         from triton.runtime.jit import JITFunction
 
@@ -126,7 +126,7 @@ class StubbedDevice:
         )  # fmt: skip
 
     def install_products(self) -> None:
-        """Return uninitialised memory for every GEMM; after the first steps, which need numbers that are finite."""
+        """Return uninitialised memory for every GEMM, after the first steps, which need finite numbers."""
         from lightning_fastft.fused import linear_gradients
 
         torch.mm = torch.Tensor.__matmul__ = _multiply_nothing
@@ -169,12 +169,12 @@ class HostClock(Callback):
         self.profile = cProfile.Profile()
         self.num_total = num_warmup + num_steps + NUM_PROFILED
         self._num_warmup, self._num_steps, self._device, self._start = num_warmup, num_steps, device, start
-        # Of this thread on a busy machine; a GPU's backward runs in a thread of its own.
+        # Time of this thread, for a busy machine; on a GPU the backward runs in another thread.
         self._now = time.perf_counter if device is None else time.thread_time
         self._begin = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the ruler's adapters in place."""
+        """Load the ruler's adapters."""
         if self._start is not None:
             load_start(pl_module.model, self._start)
             if pl_module.low_precision_adapters is not None:
@@ -213,7 +213,7 @@ class HostClock(Callback):
             torch.autograd.set_multithreading_enabled(True)
 
     def _note_end(self) -> None:
-        """Note when the device has done what it was given."""
+        """Record when the device has finished its work."""
         if self._device is None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -225,7 +225,7 @@ class HostClock(Callback):
         self._begin = now
 
     def timed_ms(self, part: str) -> list[float]:
-        """Return the times of a part in the timed steps."""
+        """Return the times of one part in the timed steps."""
         return self.parts_ms[part][self._num_warmup : self._num_warmup + self._num_steps]
 
 
@@ -243,8 +243,8 @@ def make_tiny() -> tuple[FineTuner, list[PackedBatch]]:
 def time_mode(
     mode: str, *, files: WorkloadFiles | None, num_steps: int, device: StubbedDevice | None, is_cuda: bool
 ) -> HostClock:
-    """Train some steps of a mode, and return what the host did in them."""
-    asked = parse_mode(mode)
+    """Train some steps of a mode, and return the measurements of the host."""
+    parsed = parse_mode(mode)
     if files is None:
         tuner, packs = make_tiny()
         num_warmup, start = NUM_WARMUP, None
@@ -254,9 +254,9 @@ def time_mode(
         num_warmup, start = max(NUM_WARMUP + 2, least_warmup(mode)), dict(files.read_trained())
     clock = HostClock(num_warmup=num_warmup, num_steps=num_steps, device=device, start=start)
     trainer = ours.make_trainer(
-        FastFTStrategy(activations=asked.checkpointing), clock, max_steps=clock.num_total, is_cuda=is_cuda
+        FastFTStrategy(activations=parsed.checkpointing), clock, max_steps=clock.num_total, is_cuda=is_cuda
     )
-    trainer.callbacks.extend(asked.callbacks(is_cuda=is_cuda))
+    trainer.callbacks.extend(parsed.callbacks(is_cuda=is_cuda))
     rows = [packs[step % len(packs)] for step in range(clock.num_total)]
     trainer.fit(tuner, torch.utils.data.DataLoader(rows, batch_size=None, collate_fn=_same, pin_memory=is_cuda))
     return clock
@@ -291,11 +291,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", default=["keep+fused"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument(
-        "--profile", type=int, default=0, help="functions to list by own time, and by time with callees"
+        "--profile", type=int, default=0, help="number of functions to list, by own time and by time with callees"
     )
-    parser.add_argument("--workload", choices=list(WORKLOADS), help="train its model on a GPU")
-    parser.add_argument("--root", type=Path, help="where benchmarks.train_step built the workload")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of a workload")
+    parser.add_argument("--workload", choices=list(WORKLOADS), help="train the model of this workload on a GPU")
+    parser.add_argument("--root", type=Path, help="folder of workloads built by benchmarks.train_step")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="device for --workload")
     options = parser.parse_args(arguments)
     files = device = None
     if options.workload is None:

@@ -1,4 +1,4 @@
-r"""LoRA on a vision-language model with images: tokens per second, time and memory, beside TRL.
+r"""LoRA on a vision-language model with images: tokens per second, time and memory, compared with TRL.
 
     python -m benchmarks.images build --root /dev/shm/fastft
     python -m benchmarks.images run --root /dev/shm/fastft --out runs/images \
@@ -6,8 +6,8 @@ r"""LoRA on a vision-language model with images: tokens per second, time and mem
 
 The model has the configuration of Qwen3-VL-8B and random weights; adapters are on the language model, the image tower
 is frozen. A row is a question with one image of noise (448 x 448 to 960 x 640 pixels, 196 to 600 tokens) and an answer
-of mean 128 words. Ours trains one pack in a step. TRL, which cannot pack images, trains as many rows in a step as the
-number says. Tokens are those of rows, images included and padding not. Both read the same files, and start from the
+of mean 128 words. Ours trains one pack in a step. TRL, which cannot pack images, trains N rows in a step (``trl:N``).
+Tokens are those of rows, with images and without padding. Both read the same files, and start from the
 same adapters; check is the mean loss of the same first 8 rows. An arm is one process; 4 warm-up steps, then 20.
 """
 
@@ -31,7 +31,7 @@ TEMPLATE = (
     "<|vision_start|><|image_pad|><|vision_end|>{% else %} {{ part.text }}{% endif %}{% endfor %}{% endif %}"
     " <|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
-# An adapter's B is as large as after some hundred steps, so that A has a gradient.
+# An adapter's B has the size that it has after some hundred steps, so that A has a gradient.
 ADAPTER_STD = 0.01
 
 
@@ -42,7 +42,7 @@ class Workload(NamedTuple):
         text: Configuration of the language model.
         tower: Configuration of the image tower.
         max_tokens: Tokens of a pack.
-        divisor: Sides of images and lengths of answers are divided by this.
+        divisor: Divisor of the sides of images and the lengths of answers.
     """
 
     text: dict[str, Any]
@@ -241,7 +241,7 @@ def _lora() -> Any:
 
 
 def _start(model: Any) -> None:
-    """Give every adapter the same seeded B, whatever order a system has them in."""
+    """Give every adapter the same seeded B in every system, independent of the order of its adapters."""
     import zlib
 
     import torch

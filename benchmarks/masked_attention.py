@@ -1,12 +1,12 @@
-"""Time packed attention of wide heads, forward and backward: document offsets, and dense masks by the number of queries
-in a block.
+"""Time packed attention of wide heads, forward and backward: with document offsets, and with dense masks by the number
+of queries in a block.
 
     python -m benchmarks.masked_attention
     python -m benchmarks.masked_attention --device cpu --dtype float32 --width 64
 
 The defaults are a global layer of Gemma 4 E4B (8 query heads of 512, 2 key/value heads, bf16) on the ruler's first pack
-of 8,192 tokens, mean 512. Each way is compared with one mask of the whole pack before it is timed: outputs and
-gradients. Then 5 warm-up runs and 30 timed ones. ``QUERY_ROWS`` in kernels/attention/sdpa.py was chosen by it.
+of 8,192 tokens, mean 512. Each variant is compared with one mask of the whole pack before it is timed: outputs and
+gradients. Then 5 warm-up runs and 30 timed ones. ``QUERY_ROWS`` in kernels/attention/sdpa.py comes from this script.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_fastft.packing.context import BatchContext
 
 NUM_WARMUP, NUM_RUNS = 5, 30
 BLOCKS = (256, 512, 1024, 2048)
-# Relative difference of two roundings of the same sums.
+# Largest relative difference of two roundings of the same sums.
 BOUNDS = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 def run(inputs: list[torch.Tensor], context: BatchContext, *, num_rows: int) -> list[torch.Tensor]:
-    """Return the output and the gradients of queries, keys and values, with blocks of so many queries; 0: offsets."""
+    """Return output and gradients of queries, keys and values, with blocks of this many queries; 0 for offsets."""
     scale = inputs[0].shape[-1] ** -0.5
     if num_rows:
         sdpa.QUERY_ROWS = num_rows
@@ -81,8 +81,8 @@ def main() -> int:
             error = float((value.float() - true.float()).norm() / true.float().norm())
             if not error <= BOUNDS[options.dtype]:
                 raise SystemExit(f"{name}: output {place} is off by {error:.3g}")
-        found = measure(inputs, context, num_rows=num_rows)
-        sys.stdout.write(f"{name:24} {found['median']:8.2f} ms [{found['p10']:.2f}, {found['p90']:.2f}]\n")
+        times = measure(inputs, context, num_rows=num_rows)
+        sys.stdout.write(f"{name:24} {times['median']:8.2f} ms [{times['p10']:.2f}, {times['p90']:.2f}]\n")
         rows.append(
             {
                 "benchmark": "masked_attention",
@@ -91,10 +91,10 @@ def main() -> int:
                 "system": name,
                 "version": f"torch {torch.__version__.partition('+')[0]}",
                 "metric": "forward and backward",
-                "value": found["median"],
-                "p10": found["p10"],
-                "p90": found["p90"],
-                "n": found["n"],
+                "value": times["median"],
+                "p10": times["p10"],
+                "p90": times["p90"],
+                "n": times["n"],
                 "unit": "ms",
                 "command": "python -m benchmarks.masked_attention " + " ".join(sys.argv[1:]),
                 "device": versions().get("device", "cpu"),

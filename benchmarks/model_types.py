@@ -1,13 +1,13 @@
 """Compare packed documents with the same documents one by one, for every causal model type of transformers.
 
-Each type is built tiny with random weights, in fp32 on the CPU. It ends as "exact" (packed, or where that is refused, one
-by one), as "refused" (one of the package's errors), as "not built" with the reason, or as a fault: "wrong" (no error,
-other loss or gradients) or "raw" (an error that is not the package's). A fault makes the exit code 1.
+Each type is built tiny with random weights, in fp32 on the CPU. The outcome is "exact" (packed or, if that is refused,
+one by one), "refused" (by an error of the package), "not built" with the reason, or a fault: "wrong" (no error, but
+another loss or gradients) or "raw" (an error from elsewhere). A fault makes the exit code 1.
 
-    python -m benchmarks.model_types                   # all types, about three minutes on two cores
-    python -m benchmarks.model_types llama phi3 opt    # these
-    python -m benchmarks.model_types --record          # all, into benchmarks/model_types.csv, which docs/support.md shows
-    python -m benchmarks.model_types --composite       # classes that take images, on text alone
+    python -m benchmarks.model_types                   # all types, about three minutes on two cores python -m
+    benchmarks.model_types llama phi3 opt    # these python -m benchmarks.model_types --record          # all, into
+    benchmarks/model_types.csv, which docs/support.md shows python -m benchmarks.model_types --composite       # classes
+    that take images, on text alone
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ MOST_PARAMETERS = 20_000_000
 FAULTS = ("wrong", "raw")
 RECORD = Path(__file__).with_suffix(".csv")
 RECORDED = ("model_type", "outcome", "attention", "error", "reason", "transformers")
-# Sizes of a tiny model, under the names that configurations use; a name that a configuration does not have is not given
-# to it.
+# Sizes of a tiny model by the names in configurations; each configuration gets only the names that it has.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(
@@ -133,9 +132,9 @@ VISION_SIZES: dict[str, Any] = {
     "out_hidden_size": 64,
 }
 VISION_PARTS = ("vision", "audio", "vq", "image", "qformer", "perceiver", "encoder", "projector")
-# Leaves a size as the configuration has it.
+# Keeps the size of the configuration.
 DEFAULT = object()
-# Some families tie these sizes to each other: the second and later attempts.
+# Some families require relations between these sizes: the second and later attempts.
 ALTERNATIVES: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4},
@@ -154,7 +153,7 @@ ALTERNATIVES: tuple[dict[str, Any], ...] = (
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MAMBA = {"mamba_d_state": 8, "mamba_d_head": 32, "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_chunk_size": 4}
-# What only these types have, or leave open in their defaults.
+# Options of single types, or without a default there.
 SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "head_dim": 8,
@@ -189,7 +188,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 class Outcome(NamedTuple):
-    """How one type ended: the outcome, what it says, the largest of the two relative errors, and the choice of
+    """Result of one type: the outcome, its message, the larger of the two relative errors, and the choice of
     ``attention=`` that was exact.
     """
 
@@ -259,7 +258,7 @@ def build_model(model_type: str, *, is_composite: bool = False) -> PreTrainedMod
                     reason = reason or "logits are not finite"
                     continue
                 return model
-            # Whatever a foreign model's constructor or forward raises is the reason why it is not compared.
+            # Any error of a foreign constructor or forward is the reason why the model is not compared.
             except Exception as error:  # noqa: BLE001
                 reason = (
                     reason
@@ -269,7 +268,7 @@ def build_model(model_type: str, *, is_composite: bool = False) -> PreTrainedMod
 
 
 def find_refusal(model_type: str, *, is_composite: bool) -> str:
-    """Return why a type of its default sizes, without memory, is refused; empty where it is not or cannot be made."""
+    """Return why a type is refused at its default sizes on the meta device; empty if it is not, or cannot be built."""
     auto = AutoModelForImageTextToText if is_composite else AutoModelForCausalLM
     try:
         config = CONFIG_MAPPING[model_type]()
@@ -277,7 +276,7 @@ def find_refusal(model_type: str, *, is_composite: bool) -> str:
             check_servable(auto.from_config(config))
     except FastFTError as error:
         return f"{type(error).__name__}: {error}"
-    # What a foreign constructor raises says nothing about packing.
+    # An error of a foreign constructor is no statement about packing.
     except Exception:  # noqa: BLE001
         return ""
     return ""
@@ -304,7 +303,7 @@ def draw_batch() -> tuple[PackedBatch, list[Document]]:
 
 
 def compare_all(model_type: str, model: PreTrainedModel) -> Outcome:
-    """Return how a model treats packed documents: packed, or one by one where that is refused."""
+    """Return the result of a model on packed documents: packed, or one by one if that is refused."""
     packed = compare(model_type, model)
     if packed.outcome != "refused":
         return packed
@@ -315,7 +314,7 @@ def compare_all(model_type: str, model: PreTrainedModel) -> Outcome:
 
 
 def compare(model_type: str, model: PreTrainedModel, *, attention: str = "auto") -> Outcome:
-    """Return how a model treats packed documents."""
+    """Return the result of a model on packed documents."""
     (batch, documents), patcher = draw_batch(), ModelPatcher()
     try:
         installation = install_packed_training(model, patcher, attention=attention)
@@ -337,7 +336,7 @@ def compare(model_type: str, model: PreTrainedModel, *, attention: str = "auto")
         )
     except FastFTError as error:
         return Outcome(model_type, "refused", f"{type(error).__name__}: {error}")
-    # Whatever else is raised is the fault that this script looks for.
+    # Any other error is a fault that this script looks for.
     except Exception as error:  # noqa: BLE001
         return Outcome(
             model_type,
@@ -403,7 +402,7 @@ def sweep(model_types: Iterable[str], *, is_composite: bool = False) -> list[Out
 
 
 def record(outcomes: Iterable[Outcome], place: Path = RECORD) -> None:
-    """Put outcomes into the recorded table, in place of earlier ones of the same types."""
+    """Write outcomes into the recorded table, replacing earlier ones of the same types."""
     rows = {row["model_type"]: row for row in read_record(place)} if place.exists() else {}
     for outcome in outcomes:
         reason = "" if outcome.attention == "auto" else _shorten(outcome.detail)

@@ -12,11 +12,11 @@ and on both stacks of expert weights. Modes:
 - ``plain``: recompute or keep, with +eager, +grouped_mm or +published (the experts function of transformers; without
   one its own default); +flex for FlexAttention where the family has sinks (its default, eager attention, builds every
   score of the pack); +padded as in the ruler, for hybrids.
-- ``ours``: as in the ruler; BincountRouter is always there, FusedKernels with +fused.
+- ``ours``: as in the ruler, always with BincountRouter, and with FusedKernels in modes with +fused.
 - ``unsloth``: unsloth (its default) and off; +paddedN for models that it never packs: length-grouped batches of N
   documents, right-padded. The checked step has the documents of the first pack. Then all documents of the token file
-  follow, sorted by length and cut into batches, in an order that mixes short and long ones from the start; only real
-  tokens are counted, and the rate is that of all timed steps together.
+  follow, sorted by length and cut into batches, which are mixed so that short and long ones alternate from the start;
+  only real tokens are counted, and the rate is that of all timed steps together.
 
 A further run in the same folder continues where the last one ended: cases with a verdict are not repeated.
 """
@@ -41,7 +41,7 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
 if __name__ == "__main__" and '"system": "unsloth"' in " ".join(sys.argv):
-    # It patches torch and transformers when it is imported, and wants to come before them.
+    # Unsloth patches torch and transformers on import, so it must be imported first.
     import unsloth  # noqa: F401
 
 import torch
@@ -56,7 +56,7 @@ from benchmarks.ruler.plans import SHIPPED, describe_plan, least_warmup, parse_m
 from benchmarks.ruler.report import read_records, render_table, result_rows
 from benchmarks.ruler.workloads import EXPERT_PARAMETERS, WORKLOADS, Pack, WorkloadFiles, lora_config
 
-# What tells one case from another.
+# Keys that identify a case.
 _KEY = ("workload", "system", "mode", "label_share", "optimizer")
 
 
@@ -65,7 +65,7 @@ _KEY = ("workload", "system", "mode", "label_share", "optimizer")
 
 def parse_plain_mode(mode: str) -> tuple[bool, str | None, bool]:
     """Return whether everything is kept, the experts implementation (None for transformers' default), and whether
-    FlexAttention is asked for.
+    FlexAttention is requested.
 
     Raises:
         ValueError: There is no such mode.
@@ -92,7 +92,7 @@ def parse_plain_mode(mode: str) -> tuple[bool, str | None, bool]:
 
 
 def run_plain(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
-    """Run the cases on one loaded model; the first leaves the reference gradients where there are none."""
+    """Run the cases on one loaded model; the first writes the reference gradients if there are none."""
     from benchmarks.moe_layer import register_published
     from benchmarks.ruler.arms import plain
 
@@ -123,9 +123,9 @@ def run_plain(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: 
 
 
 def _load_plain(files: WorkloadFiles, *, device: str) -> Any:
-    """Load as the plain arm does, experts in NF4 where the workload has them.
+    """Load as the plain arm does, with experts in NF4 if the workload has them so.
 
-    Models with sinks take transformers' own attention for them, since no flash kernel of this image has any.
+    Models with sinks use transformers' own attention for them, because no installed flash kernel supports sinks.
     """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -135,7 +135,7 @@ def _load_plain(files: WorkloadFiles, *, device: str) -> Any:
     is_cuda, options = device == "cuda", {}
     quantization = quantization_config(files.workload, is_cuda=is_cuda)
     if quantization is not None:
-        # bitsandbytes leaves experts as they are: every system must train on the same weights.
+        # bitsandbytes does not quantise experts, but every system must train on the same weights.
         options["quantization_config"] = quantise_experts_too(quantization)
     attention = "eager" if files.workload.model_type == "gpt_oss" else "flash_attention_2" if is_cuda else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(
@@ -152,10 +152,11 @@ def _load_plain(files: WorkloadFiles, *, device: str) -> Any:
 def isolate_documents(
     model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hand gpt-oss the masks that keep packed documents apart; a forward pre-hook.
+    """Pass gpt-oss the masks that separate packed documents; a forward pre-hook.
 
     The family builds its masks without positions, so that documents in one row see each other unless a flash kernel
-    separates them. It takes ready masks: transformers' own functions make them here, from the positions of the batch.
+    separates them. It accepts given masks, which transformers' own functions build here from the positions of the
+    batch.
     """
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -192,8 +193,7 @@ def run_ours(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: s
         name = recorder.case.optimizer
         if name not in held:
             held.clear()
-            # A tuner and what trained it refer to each other: without this the next model would stand beside the last
-            # one.
+            # A tuner and its Trainer refer to each other: without this, two models would be on the device.
             gc.collect()
             held[name] = ours.make_tuner(files, optimizer=name, is_cuda=is_cuda)
         _train_ours(held[name], recorder, adapter=adapter, is_cuda=is_cuda)
@@ -203,7 +203,7 @@ def run_ours(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: s
         case = replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode)))
         recorder = _recorder(case, files=files, packs=packs, is_cuda=is_cuda)
         if "error" in run_case(recorder, body, log=log):
-            # Whatever a failed fit left behind is not trusted.
+            # Do not reuse the state that a failed fit left.
             held.clear()
 
 
@@ -242,7 +242,7 @@ def _train_ours(tuner: Any, recorder: CaseRecorder, *, adapter: dict[str, torch.
 
 
 def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str) -> None:
-    """Run cases of one mode on one trainer, with adapters on the experts asked for as its documentation does."""
+    """Run cases of one mode on one trainer, with adapters on the experts as its documentation requests them."""
     from benchmarks.ruler.arms import sft
     from benchmarks.ruler.arms.unsloth import MODES, FastLanguageModel, add_adapters
 
@@ -289,18 +289,18 @@ def run_unsloth(cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device
 
 
 def drop_shared_adapters(model: torch.nn.Module) -> list[str]:
-    """Take adapters off shared experts, whose projections have the names of the experts' stacks; return their names."""
-    found = [
+    """Remove adapters from shared experts, whose projections are named like the experts' stacks; return their names."""
+    names = [
         name for name, module in model.named_modules() if ".shared_expert." in name and hasattr(module, "base_layer")
     ]
-    for name in found:
+    for name in names:
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, model.get_submodule(name).base_layer)
-    return found
+    return names
 
 
 def trained_in_layer(model: torch.nn.Module, number: int) -> dict[str, list[int]]:
-    """Return names and shapes of what is trained in one layer, as the system itself calls it."""
+    """Return names and shapes of the trained tensors of one layer, by the names of the system."""
     start = f"layers.{number}."
     return {
         name: list(tensor.shape) for name, tensor in model.named_parameters() if tensor.requires_grad and start in name
@@ -315,7 +315,7 @@ ARMS: dict[str, Callable[..., None]] = {"plain": run_plain, "ours": run_ours, "u
 def _recorder(
     case: Case, *, files: WorkloadFiles, packs: list[Pack], is_cuda: bool, is_reference: bool = False
 ) -> CaseRecorder:
-    """Return the recorder of a case whose record also says how rows are spread over experts."""
+    """Return the recorder of a case, whose record also has the spread of rows over experts."""
     recorder = CaseRecorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
     recorder.record["routing"] = json.loads(files.routing.read_text(encoding="utf-8"))
     return recorder
@@ -349,9 +349,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print the table of raw logs")
     table.add_argument("raw", type=Path, nargs="+")
     for command in (run, arm):
-        command.add_argument(
-            "--root", type=Path, required=True, help="where the workloads are built: a folder in memory"
-        )
+        command.add_argument("--root", type=Path, required=True, help="folder of the built workloads, in memory")
         command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser
 
@@ -408,8 +406,8 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def is_done(case: Case, records: Sequence[dict[str, Any]], *, files: WorkloadFiles) -> bool:
-    """Whether a case needs no other try: it was measured, refused or failed; reference gradients must lie where
-    this machine can read them.
+    """Return whether a case need not be tried again: it was measured, refused or failed, and this machine can read the
+    reference gradients.
     """
     if case.num_steps == 0:
         return files.reference(case.label_share).exists()
@@ -422,11 +420,11 @@ def is_done(case: Case, records: Sequence[dict[str, Any]], *, files: WorkloadFil
 
 
 def moe_rows(records: Sequence[dict[str, Any]], *, command: str, num_before: int = 0) -> list[dict[str, Any]]:
-    """Return the ruler's rows of the records behind the first num_before, under this benchmark's name and with
-    the routing in the workload.
+    """Return the ruler's rows of the records after the first num_before, with this benchmark's name and the routing in
+    the workload.
     """
-    # An arm that the ruler runs as it is does not look at the routing, which the weights and the tokens decide. Without
-    # an arm that looks, the workload is named without it.
+    # An unchanged arm of the ruler does not record the routing, which depends on weights and tokens. Without an arm
+    # that records it, the workload is named without it.
     routing = {
         record["workload"]: f", busiest tenth {record['routing']['busiest_tenth']:.0%}"
         for record in records
@@ -440,16 +438,16 @@ def moe_rows(records: Sequence[dict[str, Any]], *, command: str, num_before: int
 
 
 def describe(records: Sequence[dict[str, Any]]) -> str:
-    """Return the ruler's table of what was last said about each case, and how rows were spread."""
+    """Return the ruler's table of the last record of each case, and the spread of rows."""
     latest = {(*(record[name] for name in _KEY), record.get("num_steps") == 0): record for record in records}
     lines = [render_table(list(latest.values()))]
     for workload in dict.fromkeys(record["workload"] for record in latest.values()):
         own = [record for record in latest.values() if record["workload"] == workload]
-        told = next((record["routing"] for record in own if "routing" in record), None)
-        if told is not None:
-            spread = f"layers {told['lowest']:.1%} to {told['highest']:.1%}"
+        routing = next((record["routing"] for record in own if "routing" in record), None)
+        if routing is not None:
+            spread = f"layers {routing['lowest']:.1%} to {routing['highest']:.1%}"
             lines.append(
-                f"{workload}: the busiest tenth of the experts gets {told['busiest_tenth']:.1%} of the rows ({spread})"
+                f"{workload}: the busiest tenth of the experts gets {routing['busiest_tenth']:.1%} of the rows ({spread})"
             )
         lines += [
             f"{workload}: {record['title']}: {record['real_share']:.0%} of the padded tokens are real"

@@ -5,18 +5,16 @@ r"""Time one layer of experts, with and without LoRA: transformers eager and gro
         --adapters lora
 
 The experts modules of Qwen3-30B-A3B and gpt-oss-20b as transformers builds them, bf16, random weights; 8,192 and 16,384
-tokens. Routing is given:
-even as random logits make it, or with a bias that sends half of the rows to a tenth of the experts. Without LoRA the
-gradients of states and routing weights are computed, with it (r = 16, PEFT's ``target_parameters``, A and B not zero)
-those of the adapters too. *Published* is the order by one stable argsort, one bincount and a Python loop over the
-experts that have rows.
+tokens. Routing is that of random logits, or has a bias that sends half of the rows to a tenth of the experts. Without
+LoRA the gradients of states and routing weights are computed, with it (r = 16, PEFT's ``target_parameters``, A and B
+not zero) those of the adapters too. *Published* is the order by one stable argsort, one bincount and a Python loop over
+the experts that have rows.
 
 Every arm is compared before it is timed: output and every gradient against the eager form in fp32 on the same tokens,
 cosine at least 0.999 and norm within 2 %; for *ours+fp8*, with frozen experts in e4m3, the limits of the ruler for fp8.
-Then 5 runs to warm up and 30 timed ones by CUDA events: p50, p10, p90 of
-forward and of backward. Peak: allocated during one forward and backward, in addition to earlier allocations. Waits: host
-syncs in one forward and in one backward (benchmarks/ruler/measure.py). A further call in the same folder continues
-where the last one ended.
+Then 5 warm-up runs and 30 timed ones by CUDA events: p50, p10, p90 of forward and of backward. Peak: memory allocated
+in one forward and backward, in addition to earlier allocations. Waits: host syncs in one forward and in one backward
+(benchmarks/ruler/measure.py). A further call in the same folder continues where the last one ended.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ ARMS = ("eager", "grouped_mm", "published", "ours", "ours+fp8")
 LOADS = ("balanced", "skewed")
 ADAPTERS = ("none", "lora")
 PUBLISHED = "fastft_bench_published"
-# A model of one layer and no vocabulary to speak of: what is measured is its experts module.
+# A model of one layer with a tiny vocabulary: only its experts module is measured.
 _SHARED = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": (
@@ -96,7 +94,7 @@ class Case(NamedTuple):
 
     @property
     def workload(self) -> str:
-        """What is computed, for every arm the same."""
+        """Return the inputs of the computation, the same for every arm."""
         return (
             f"{self.shape}, {self.num_tokens} tokens, {self.load}, "
             f"{'LoRA r=16 on experts' if self.adapter == 'lora' else 'frozen experts'}"
@@ -104,7 +102,7 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What one layer receives; the gradient of its output with it."""
+    """The inputs of one layer, and the gradient of its output."""
 
     x_TD: torch.Tensor
     expert_TK: torch.Tensor
@@ -149,7 +147,7 @@ def published_experts_forward(
 
 
 def register_published() -> None:
-    """Make the published form known to transformers as an experts implementation."""
+    """Register the published form with transformers as an experts implementation."""
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(PUBLISHED, published_experts_forward)
@@ -159,13 +157,13 @@ def register_published() -> None:
 
 
 def make_model(shape: str, *, adapter: str, device: str, dtype: torch.dtype) -> nn.Module:
-    """Return a model of one layer whose experts have seeded weights, and adapters where they are asked for.
+    """Return a model of one layer whose experts have seeded weights, and adapters if requested.
 
     Args:
-        shape: A name of SHAPES.
+        shape: A key of SHAPES.
         adapter: "none" or "lora".
-        device: Where it is made.
-        dtype: Of the weights; values are drawn in bf16, so that both dtypes hold the same numbers.
+        device: Device of the model.
+        dtype: Dtype of the weights; values are drawn in bf16, so that both dtypes have the same numbers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -179,8 +177,7 @@ def make_model(shape: str, *, adapter: str, device: str, dtype: torch.dtype) -> 
         from peft import LoraConfig, get_peft_model
 
         parameters = [f"mlp.experts.{name}" for name in EXPERT_PARAMETERS.values()]
-        # Without a linear layer of its own PEFT takes no configuration of this kind in some versions; attention has no
-        # part in what is measured.
+        # Some versions of PEFT refuse such a configuration without a linear layer; attention is not measured.
         config = LoraConfig(
             r=RANK,
             lora_alpha=RANK,
@@ -201,9 +198,7 @@ def make_model(shape: str, *, adapter: str, device: str, dtype: torch.dtype) -> 
 
 @torch.no_grad()
 def _draw(parameter: torch.Tensor, name: str, generator: torch.Generator) -> None:
-    """Fill a parameter so that the columns of every product have a size of about 1, and adapters add a tenth to
-    them.
-    """
+    """Fill a parameter so that the columns of every product have a size of about 1, and adapters add a tenth of it."""
     std = 0.1 if "bias" in name else (parameter.shape[-1] if "lora_A" in name else max(parameter.shape[-2:])) ** -0.5
     if "lora_B" in name:
         std = 0.1 * RANK**-0.5
@@ -212,7 +207,7 @@ def _draw(parameter: torch.Tensor, name: str, generator: torch.Generator) -> Non
 
 
 def experts_of(model: nn.Module) -> nn.Module:
-    """Return what the layer calls: the experts module, or the adapters around it."""
+    """Return the module that the layer calls: the experts, or the adapters around them."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base.model.layers[0].mlp.experts
 
@@ -230,7 +225,7 @@ def make_inputs(shape: str, *, num_tokens: int, load: str, device: str) -> tuple
     if load == "skewed":
         logits_TE = skew_logits(logits_TE, num_chosen=config["num_experts_per_tok"])
     top = logits_TE.topk(config["num_experts_per_tok"], dim=-1)
-    # Out of order, as nothing says that a router sorts.
+    # Not sorted, because a router need not sort.
     shuffle_TK = torch.rand(top.indices.shape, generator=generator, device=device).argsort(dim=1)
     expert_TK = top.indices.gather(1, shuffle_TK)
     weight_TK = top.values.softmax(dim=-1).gather(1, shuffle_TK).to(torch.bfloat16).float()
@@ -252,7 +247,7 @@ def skew_logits(logits_TE: torch.Tensor, *, num_chosen: int) -> torch.Tensor:
 
 
 def set_arm(model: nn.Module, arm: str, patcher: ModelPatcher) -> None:
-    """Let the experts of a model run as an arm says; ours goes through what BincountRouter installs."""
+    """Set the experts implementation of a model for an arm; ours uses what BincountRouter installs."""
     if arm.startswith("ours"):
         install_bincount_router(model, patcher)
         if arm == "ours+fp8":
@@ -271,8 +266,8 @@ class Layer:
     """Forward and backward of one layer in one arm.
 
     Args:
-        model: Of make_model, with an arm set.
-        inputs: What it receives, in the dtype of the model.
+        model: A model of make_model with an arm set.
+        inputs: Its inputs, in the dtype of the model.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
@@ -301,29 +296,29 @@ class Layer:
         """Return output and gradients of one run, fp32."""
         y_TD = self.forward()
         self.backward(y_TD)
-        found = {"output": y_TD.detach(), "d states": self._x.grad, "d routing weights": self._weight.grad}
-        found |= {f"d {name}": parameter.grad for name, parameter in self.parameters.items()}
-        return {name: tensor.float() for name, tensor in found.items() if tensor is not None}
+        results = {"output": y_TD.detach(), "d states": self._x.grad, "d routing weights": self._weight.grad}
+        results |= {f"d {name}": parameter.grad for name, parameter in self.parameters.items()}
+        return {name: tensor.float() for name, tensor in results.items() if tensor is not None}
 
 
 # Measuring
 
 
 def measure(layer: Layer, *, arm: str, truth: dict[str, torch.Tensor], num_runs: int, device: str) -> dict[str, Any]:
-    """Compare one arm with the truth and time it; without "forward" in what comes back it was refused."""
+    """Compare one arm with the truth and time it; a record without "forward" was refused."""
     is_cuda = device == "cuda"
     verdict = judging.judge(layer.results(), truth, device=device, limits=judging.limits_of(arm))
-    found: dict[str, Any] = {"verdict": verdict.to_dict(), "reason": verdict.reason}
+    record: dict[str, Any] = {"verdict": verdict.to_dict(), "reason": verdict.reason}
     if not verdict.passed:
-        return found
-    found["waits"] = count_waits(layer, is_cuda=is_cuda)
+        return record
+    record["waits"] = count_waits(layer, is_cuda=is_cuda)
     if is_cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() / 2**30 if is_cuda else 0.0
     layer.backward(layer.forward())
-    found["peak_gib"] = peak_memory_gib(is_cuda=is_cuda)["allocated"] - before
+    record["peak_gib"] = peak_memory_gib(is_cuda=is_cuda)["allocated"] - before
     for _ in range(NUM_WARMUP):
         layer.backward(layer.forward())
     clock = StepClock(is_cuda=is_cuda)
@@ -334,14 +329,12 @@ def measure(layer: Layer, *, arm: str, truth: dict[str, torch.Tensor], num_runs:
         layer.backward(y_TD)
         clock.mark()
     spans = clock.read_ms()
-    found["forward"], found["backward"] = summarise_ms(spans[::2]), summarise_ms(spans[1::2])
-    return found
+    record["forward"], record["backward"] = summarise_ms(spans[::2]), summarise_ms(spans[1::2])
+    return record
 
 
 def count_waits(layer: Layer, *, is_cuda: bool) -> tuple[int, int]:
-    """Return how often the host waits for the device in one forward and in one backward; zeros on a CPU, which is
-    never waited for.
-    """
+    """Return the host syncs of one forward and of one backward; zeros on a CPU."""
     with HostWaits(is_cuda=is_cuda) as forward:
         y_TD = layer.forward()
     with HostWaits(is_cuda=is_cuda) as backward:
@@ -374,7 +367,7 @@ def run_group(cases: Sequence[Case], *, num_runs: int, device: str, write: Calla
 
 
 def _truth(case: Case, inputs: Inputs, *, device: str) -> dict[str, torch.Tensor]:
-    """Output and gradients of the eager form in fp32, on the host so that it is no part of what is measured."""
+    """Return output and gradients of the eager form in fp32, on the host, so that they use no device memory."""
     model = make_model(case.shape, adapter=case.adapter, device=device, dtype=torch.float32)
     set_arm(model, "eager", ModelPatcher())
     return {name: tensor.cpu() for name, tensor in Layer(model, inputs).results().items()}
@@ -438,29 +431,31 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
     """Return the rows of one measured case for results.csv; none for one that was refused or failed."""
     if record["reason"]:
         return []
-    found = record["versions"]
+    packages = record["versions"]
     shared = {
         "benchmark": "moe_layer",
         "workload": _case(record).workload,
         "system": record["arm"],
         "command": command,
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
         "version": "; ".join(
-            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers", "peft") if name in found
+            f"{name} {packages[name]}"
+            for name in ("lightning_fastft", "torch", "transformers", "peft")
+            if name in packages
         ),
     }
     rows = []
     for part in ("forward", "backward"):
-        told = record[part]
+        times = record[part]
         rows.append(
             {
                 **shared,
                 "metric": part,
-                "value": told["median"],
+                "value": times["median"],
                 "unit": "ms",
-                "p10": told["p10"],
-                "p90": told["p90"],
-                "n": told["n"],
+                "p10": times["p10"],
+                "p90": times["p90"],
+                "n": times["n"],
             }
         )
     rows += [

@@ -13,18 +13,18 @@ r"""Measure tokens/s of DDP, FSDP2, context and expert parallelism, and a model 
     python -m benchmarks.multi_gpu multi --out runs/peers --ranks 4 --root /dev/shm/fastft --mode keep+fused \
         --runs fsdp ddp transformers-fsdp:recompute transformers-fsdp:keep+liger+resident unsloth-ddp:off
 
-"multi" trains Qwen3-8B LoRA in bf16 on 2 GPUs, or more: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack
-of so many tokens on all, "experts" with experts owned in shares. "full32b" trains all weights of Qwen3-32B in bf16; the
-model is built sharded, so no rank ever holds it whole. The command "experts" trains all weights of 12 layers of
+"multi" trains Qwen3-8B LoRA in bf16 on 2 or more GPUs: DDP and FSDP2 with 8,192 tokens per GPU, "context" with a pack
+of this many tokens on all, "experts" with experts owned in shares. "full32b" trains all weights of Qwen3-32B in bf16;
+the model is built sharded, so no rank ever holds it whole. The command "experts" trains all weights of 12 layers of
 Qwen3-30B-A3B, with expert weights gathered in each layer (fsdp) and with experts owned in shares (experts); the losses
 of both must agree to 1e-3.
 
 Peers (SYSTEM-STRATEGY:MODE; benchmarks/multi_gpu_peers.py) take the same steps: same packs per rank, adapters,
-optimizer and clipping. With --root, ours and they read weights and adapters that ``benchmarks.train_step build`` wrote
-there; losses must agree.
+optimizer and clipping. With --root, ours and the peers read weights and adapters that ``benchmarks.train_step build``
+wrote there; losses must agree.
 
-Without it weights are random and the same in every run (one seed). Two GPUs and one GPU with an accumulation of two,
-and so on (under "context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8;
+Without it weights are random and the same in every run (one seed). N GPUs and one GPU with an accumulation of N (under
+"context" one GPU without) take the same steps: their losses must agree to 1e-3. The first steps (8;
 --warmup) repeat the same packs of the ruler, so that losses fall if the steps train; timed steps follow, and each has
 new packs. The packs of a step have similar attention cost, as PackedDataModule gives them to ranks. Time between the
 ends of steps by CUDA events on rank 0, clipping and fused AdamW included. Records are flushed run by run.
@@ -59,16 +59,16 @@ from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
 RUNS = ("one", "accumulate", "ddp", "fsdp")
-# Timed steps of the run with accumulation, which is there for its losses.
+# Timed steps of the run with accumulation, of which only the losses are used.
 NUM_ACCUMULATED = 1
 LEAST_SECONDS = 30.0
-# What torchrun takes to end its ranks, which are no members of its process group.
+# Seconds for torchrun to end its ranks, which are not in its process group.
 END_SECONDS = 45.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    # The first steps of auto are not those of its plan.
+    # The first steps of auto do not follow its plan.
     options.warmup = max(options.warmup, least_warmup(options.mode))
     if options.command == "worker":
         code = multi_gpu_ranks.run(options)
@@ -96,15 +96,18 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, required=True)
     shared.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    shared.add_argument("--tokens", type=int, default=8192, help="of a pack")
-    shared.add_argument("--one-document", action="store_true", help="whose packs hold one document each")
-    shared.add_argument("--mode", default="offload", help="what happens to activations, as in the ruler")
+    shared.add_argument("--tokens", type=int, default=8192, help="tokens of a pack")
+    shared.add_argument("--one-document", action="store_true", help="packs of one document each")
+    shared.add_argument("--mode", default="offload", help="mode for activations, as in the ruler")
     shared.add_argument("--steps", type=int, default=30)
     shared.add_argument("--warmup", type=int, default=8, help="steps before the timed ones, all on the same packs")
     shared.add_argument("--budget-s", type=float, default=3600.0)
-    shared.add_argument("--arm-s", type=float, default=3600.0, help="most for one run")
+    shared.add_argument("--arm-s", type=float, default=3600.0, help="limit of one run")
     shared.add_argument(
-        "--adapters", default="auto", choices=("auto", "replicate", "shard"), help="of LoRA under FSDP2"
+        "--adapters",
+        default="auto",
+        choices=("auto", "replicate", "shard"),
+        help="placement of LoRA adapters under FSDP2",
     )
     one = commands.add_parser("multi", parents=[shared], help="one GPU, DDP and FSDP2")
     one.add_argument("--workload", default="qwen3-8b-lora")
@@ -115,16 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     two = commands.add_parser("full32b", parents=[shared], help="every weight of a large model")
     two.add_argument(
-        "--workload", default="qwen3-32b-qlora", help="whose configuration is trained, in bf16 and without adapters"
+        "--workload", default="qwen3-32b-qlora", help="workload whose model is trained, in bf16 and without adapters"
     )
     two.add_argument("--ranks", type=int, default=4)
     two.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    two.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
+    two.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="bits of the moments")
     owners = commands.add_parser(EXPERTS, parents=[shared], help="every weight of a mixture of experts")
-    owners.add_argument("--workload", default="qwen3-30b-a3b-12l-lora", help="whose configuration is trained")
+    owners.add_argument("--workload", default="qwen3-30b-a3b-12l-lora", help="workload whose model is trained")
     owners.add_argument("--ranks", type=int, default=2)
     owners.add_argument("--master-dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    owners.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="of the moments")
+    owners.add_argument("--optim-bits", type=int, default=32, choices=(8, 32), help="bits of the moments")
     owners.add_argument("--runs", nargs="+", default=["fsdp", EXPERTS], choices=("fsdp", EXPERTS))
     owners.add_argument("--expert-parallel", type=int, help="ranks that share one set of experts (all)")
     three = commands.add_parser("worker", parents=[shared], help="one rank of a run")
@@ -137,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument("--expert-parallel", type=int)
     three.add_argument("--title", required=True)
     for command in (one, three):
-        command.add_argument("--root", type=Path, help="where the workload is built; random weights without it")
+        command.add_argument("--root", type=Path, help="folder of the built workload; without it weights are random")
     return parser
 
 
@@ -153,10 +156,10 @@ def _run_name(text: str) -> str:
 
 
 class Driver:
-    """Start runs one after the other, each in processes of its own, within the budget.
+    """Start runs one after the other, each in its own processes, within the budget.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -166,9 +169,7 @@ class Driver:
         self._command = "python -m benchmarks.multi_gpu " + " ".join(sys.argv[1:])
 
     def run(self, title: str, *, strategy: str, num_ranks: int, num_steps: int, arguments: Sequence[str] = ()) -> None:
-        """Run one strategy of ours on some ranks, unless an earlier call has it; whatever becomes of it, a record says
-        so.
-        """
+        """Run one of our strategies on some ranks and write a record, also if it fails; skip runs of earlier calls."""
         options = self._options
         words = [
             "benchmarks.multi_gpu", "worker", "--title", title, "--strategy", strategy, "--out", str(options.out),
@@ -180,7 +181,7 @@ class Driver:
         self._start(title, words, num_ranks=num_ranks, environment=dict(os.environ))
 
     def run_peer(self, text: str) -> None:
-        """Run a peer on all ranks, unless an earlier call has it."""
+        """Run a peer on all ranks; skip runs of earlier calls."""
         options, (strategy, mode) = self._options, parse_peer(text)
         title = f"{strategy}:{mode} x{options.ranks}"
         given = {
@@ -194,7 +195,7 @@ class Driver:
         self._start(title, words, num_ranks=options.ranks, environment=environment)
 
     def _start(self, title: str, words: Sequence[str], *, num_ranks: int, environment: dict[str, str]) -> None:
-        """Run a module on some ranks, and append the rows of what it records."""
+        """Run a module on some ranks, and append the rows of its record."""
         if any(record["title"] == title and not record["reason"] for record in read_records(self._raw)):
             return
         left = self._deadline - time.monotonic()
@@ -224,12 +225,12 @@ class Driver:
 
 
 def run_command(command: Sequence[str], *, log: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Run a command with everything that it starts; return what went wrong, or nothing."""
+    """Run a command and its children; return the error, empty if there is none."""
     with log.open("ab") as sink:
         sink.write(f"\n===== {' '.join(command)} =====\n".encode())
         sink.flush()
         begin = sink.tell()
-        # A seed that Lightning left in the environment would be set again by the strategies of several devices only.
+        # Only strategies of several devices would set a seed again that Lightning left in the environment.
         environment = {name: value for name, value in environment.items() if not name.startswith("PL_")}
         process = subprocess.Popen(
             command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
@@ -240,16 +241,16 @@ def run_command(command: Sequence[str], *, log: Path, seconds: float, environmen
             return f"stopped after {seconds:.0f} s"
         finally:
             _end(process)
-    said = log.read_bytes()[begin:].decode(errors="replace").splitlines()
+    output = log.read_bytes()[begin:].decode(errors="replace").splitlines()
     # torchrun's own report of a failed rank comes last.
-    lines = [line for line in said if "Error" in line and "ChildFailedError" not in line]
+    lines = [line for line in output if "Error" in line and "ChildFailedError" not in line]
     return "" if code == 0 else f"ended with code {code}: {lines[-1][:300] if lines else ''}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started, also where it has ended by itself."""
+    """End a process and its children, also if the process itself has ended."""
     if process.poll() is None:
-        # torchrun starts each rank in a session of its own, and ends it when it is told to end.
+        # torchrun starts each rank in its own session, and ends it on SIGTERM.
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=END_SECONDS)
@@ -259,10 +260,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def multi(driver: Driver, options: argparse.Namespace) -> None:
-    """One GPU, one GPU with as much accumulation as there are ranks, DDP, FSDP2, context and expert parallel, peers.
+    """Run one GPU, one GPU with accumulation, DDP, FSDP2, context and expert parallel, and peers.
 
     Raises:
-        ValueError: Peers are asked for, and their weights are not built.
+        ValueError: Peers are requested, and their weights are not built.
     """
     if any(name.partition(":")[0] in PEERS for name in options.runs) and not _is_built(options):
         raise ValueError(

@@ -1,14 +1,16 @@
 """One rank of a peer in benchmarks/multi_gpu.py: transformers' Trainer with accelerate, and Unsloth with TRL's trainer.
 
-A peer is SYSTEM-STRATEGY:MODE. It trains the packs, weights, adapters and learning rate of our runs, with fused AdamW and
-clipping at the same norm. Rows of the trainers are the packs of a step in the order of the ranks, so that accelerate gives
-each rank the pack that ours gives it. Logging and the filter of NaN losses, which would sync in each step, are off.
+A peer is SYSTEM-STRATEGY:MODE. It trains the packs, weights, adapters and learning rate of our runs, with fused AdamW
+and clipping at the same norm. Rows of the trainers are the packs of a step in the order of the ranks, so that
+accelerate gives each rank the pack that ours gives it. Logging and the filter of NaN losses, which would sync in each
+step, are off.
 
 - "transformers-fsdp": FSDP2 as TrainingArguments documents it, one unit for each layer. Modes: "recompute" (activation
   checkpointing of FSDP, which transformers recommends over its own: one all-gather less), "keep"; "+resident":
-  ``reshard_after_forward`` is false; "+liger": Liger's norms, rotary, SwiGLU and cross-entropy. Liger's fused linear loss
-  is off: it reads the weight of the head, which is a shard outside of the head's forward.
-- "transformers-ddp": modes "recompute" (checkpointing of transformers, not reentrant), "keep", and "+liger" with the fused
+  ``reshard_after_forward`` is false; "+liger": Liger's norms, rotary, SwiGLU and cross-entropy. Liger's fused linear
+  loss is off: it reads the weight of the head, which is a shard outside of the head's forward.
+- "transformers-ddp": modes "recompute" (checkpointing of transformers, not reentrant), "keep", and "+liger" with the
+fused
   linear loss.
 - "unsloth-ddp": FastLanguageModel and the SFTTrainer it prepares, started by torchrun; modes as in
   benchmarks/ruler/arms/unsloth.py. "+alone": each process sees its own GPU only.
@@ -27,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Nothing heavier is imported here: Unsloth wants to come before everything it patches.
+# No heavy imports here: Unsloth must be imported before the libraries that it patches.
 PEERS = {
     "transformers-fsdp": ("recompute", "keep"),
     "transformers-ddp": ("recompute", "keep"),
@@ -36,7 +38,7 @@ PEERS = {
 }
 
 
-# What may be added to a mode.
+# Parts that can be added to a mode.
 MORE_WORDS = dict(zip(PEERS, ({"liger", "resident"}, {"liger"}, {"alone"}, {"alone"}), strict=True))
 
 
@@ -98,9 +100,9 @@ def _run_transformers(options: argparse.Namespace) -> None:
 
     is_cuda, files, share = options.device == "cuda", _files(options), _share(options)
     begin = time.monotonic()
-    # Before the model: accelerate's state knows the device of this rank from here on.
+    # Before the model: from here on accelerate's state has the device of this rank.
     arguments = TrainingArguments(**training_arguments(options), **_transformers_arguments(options))
-    # Offsets of documents built once in a batch, not in each layer from positions, with a host sync.
+    # Build document offsets once per batch, not in each layer from positions with a host sync.
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=is_cuda)
 
     def collate(packs: list[Any]) -> dict[str, Any]:
@@ -137,17 +139,17 @@ def _load_peft(files: Any, lora: Any, *, is_cuda: bool) -> Any:
 
 
 def _transformers_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what TrainingArguments has for a mode."""
+    """Return the arguments of TrainingArguments for a mode."""
     words, is_sharded = options.mode.split("+"), options.strategy.endswith("fsdp")
-    found: dict[str, Any] = {"remove_unused_columns": False}
+    arguments: dict[str, Any] = {"remove_unused_columns": False}
     if "recompute" in words and not is_sharded:
-        found |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        arguments |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if "liger" in words:
-        found |= {
+        arguments |= {
             "use_liger_kernel": True,
             "liger_kernel_config": {"fused_linear_cross_entropy": not is_sharded, "cross_entropy": is_sharded},
         }
-    return found
+    return arguments
 
 
 def _run_unsloth(options: argparse.Namespace) -> None:
@@ -172,15 +174,15 @@ def _run_unsloth(options: argparse.Namespace) -> None:
     )
     mode = MODES[options.mode.partition("+")[0]]
     model = add_adapters(model, files.workload, target_modules=TARGET_MODULES, mode=mode)
-    # TRL's own default would switch it on again when training begins.
-    kept = {} if mode["use_gradient_checkpointing"] else {"gradient_checkpointing": False}
+    # TRL's own default would enable it again when training begins.
+    checkpointing = {} if mode["use_gradient_checkpointing"] else {"gradient_checkpointing": False}
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
         train_dataset=sft.seed_documents(),
         args=SFTConfig(
             **training_arguments(options),
-            **kept,
+            **checkpointing,
             max_length=options.tokens,
             packing=True,
             dataset_text_field="text",
@@ -231,7 +233,7 @@ def training_arguments(options: argparse.Namespace) -> dict[str, Any]:
         "ddp_broadcast_buffers": False,
         "accelerator_config": {"non_blocking": is_cuda},
         "seed": 3407,
-        # Batches are collated ahead of the step.
+        # Batches are collated before the step.
         **(
             {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 8}
             if is_cuda
@@ -265,11 +267,11 @@ def _train(trainer: Any, options: argparse.Namespace, share: Any, *, begin: floa
 
     Args:
         trainer: Ready to train.
-        options: Of the run.
+        options: Options of the run.
         share: Packs of this rank.
-        begin: When the model began to load.
-        loss_of: Model whose loss is kept before FSDP2 rounds it to bf16, as it does with all outputs; None to keep what
-            ``training_step`` returns.
+        begin: Time at which the model began to load.
+        loss_of: Model whose loss is recorded before FSDP2 rounds it to bf16, as it does with all outputs; None to
+            record the result of ``training_step``.
 
     Raises:
         ValueError: A batch is not the pack of this rank, or a trained tensor had no gradient.
@@ -315,7 +317,7 @@ def _train(trainer: Any, options: argparse.Namespace, share: Any, *, begin: floa
 
 
 def _shard_on_cpu(trainer: Any) -> None:
-    """Let accelerate shard on CPUs, for tests: without a GPU it drops FSDP without a word, and wraps in DDP."""
+    """Make accelerate shard on CPUs, for tests: without a GPU it silently drops FSDP and wraps in DDP."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
@@ -329,7 +331,7 @@ def check_units(model: Any, *, is_sharded: bool) -> str:
     """Return how a model is distributed, in one line.
 
     Raises:
-        ValueError: FSDP2 was asked for, and not each layer is a unit of it, or weights are not sharded.
+        ValueError: FSDP2 is requested, but not every layer is one of its units, or weights are not sharded.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -349,14 +351,14 @@ def _make_callback(record: dict[str, Any], log: Any, *, begin: float, is_cuda: b
     from benchmarks.ruler.measure import peak_memory_gib
 
     class Follow(TrainerCallback):
-        """Tell the log what happens."""
+        """Report the steps to the log."""
 
         num_done = 0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if is_cuda:
                 torch.cuda.synchronize()
-                # What loading whole weights has left is no memory of the steps.
+                # Memory left from loading whole weights does not count.
                 torch.cuda.empty_cache()
             record["build_s"] = time.monotonic() - begin
             record["peak_gib_build"] = log.gather(peak_memory_gib(is_cuda=is_cuda)["allocated"])
@@ -382,18 +384,18 @@ def _make_callback(record: dict[str, Any], log: Any, *, begin: float, is_cuda: b
 
 
 def _gradient_squares(model: Any) -> Any:
-    """Return the sum of squares of each trained tensor's gradient on this rank, 0 where there is none."""
+    """Return the sum of squares of each trained tensor's gradient on this rank, 0 without a gradient."""
     import torch
     from torch.distributed.tensor import DTensor
 
-    found = []
+    squares = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             gradient = parameter.grad
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             zero = torch.zeros((), device=parameter.device)
-            found.append(zero if gradient is None else gradient.detach().float().square().sum())
-    return torch.stack(found)
+            squares.append(zero if gradient is None else gradient.detach().float().square().sum())
+    return torch.stack(squares)
 
 
 if __name__ == "__main__":

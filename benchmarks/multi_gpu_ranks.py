@@ -123,7 +123,7 @@ def make_tuner(workload: Workload, options: argparse.Namespace) -> FineTuner:
 
 
 class RankCallback(Callback):
-    """Follow the run of one rank.
+    """Record the run of one rank.
 
     Args:
         record: Filled on every rank, written by rank 0.
@@ -138,11 +138,11 @@ class RankCallback(Callback):
         self._setup = 0.0
 
     def setup(self, trainer: Trainer, pl_module: FineTuner, stage: str) -> None:
-        """The devices are known, the model is not built."""
+        """Called when the devices are known and the model is not built."""
         self._setup = time.monotonic()
 
     def on_fit_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """The model is built."""
+        """Called when the model is built."""
         if self._is_cuda:
             torch.cuda.synchronize()
         self._record["build_s"] = time.monotonic() - self._setup
@@ -150,7 +150,7 @@ class RankCallback(Callback):
         self._record["peak_gib_build"] = self._log.gather(peak_memory_gib(is_cuda=self._is_cuda)["allocated"])
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """Note what is active."""
+        """Record the statuses."""
         self._record["statuses"] = [
             f"{status.name}: {status.state}: {status.reason}" for status in trainer.strategy.statuses()
         ]
@@ -159,18 +159,18 @@ class RankCallback(Callback):
         )
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
-        """Keep the loss."""
+        """Store the loss."""
         self._log.keep_loss(loss)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the end of an optimizer step."""
+        """Record the end of an optimizer step."""
         if trainer.global_step > self._num_done:
             self._num_done = trainer.global_step
             self._log.step_done()
 
     def on_train_end(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """Bring everything together; every rank takes part."""
+        """Combine the records of all ranks, a collective."""
         self._log.finish()
         self._record["description"] = describe_plan(trainer.strategy.checkpointing)

@@ -1,4 +1,4 @@
-"""The packs of every step and what is measured of it, the same for each system of benchmarks/multi_gpu.py."""
+"""The packs and measurements of every step, the same for each system of benchmarks/multi_gpu.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_rank() -> tuple[int, int]:
 
 def make_workload(options: argparse.Namespace, *, num_step_packs: int) -> Workload:
     """Return the workload of the command line, with as many packs as its steps need."""
-    # Whole pools, so that runs of few and of many steps take the same ones.
+    # Whole pools, so that short and long runs take the same packs.
     num_pool_steps = -(-options.steps // BALANCE_POOL_MICRO_BATCHES) * BALANCE_POOL_MICRO_BATCHES
     return replace(
         WORKLOADS[options.workload],
@@ -76,8 +76,8 @@ class Share:
     """The packs of one rank, their losses divided by the tokens of the whole optimizer step.
 
     Args:
-        packs: Of the warm-up steps, which repeat them, then of each timed step.
-        rank: Whose share; of ranks that share packs, their group.
+        packs: Packs of the warm-up steps, which repeat them, then of each timed step.
+        rank: Rank of the share, or the group if ranks share packs.
         num_ranks: Ranks, or groups.
         accumulate: Micro-batches of a rank in one step.
         num_warmup: Warm-up steps.
@@ -141,11 +141,11 @@ class StepLog:
         self._num_done = 0
 
     def keep_loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch, already divided by the accumulation; no host sync."""
+        """Store the loss of a micro-batch, already divided by the accumulation; no host sync."""
         self._losses.append(loss.detach().float())
 
     def step_done(self) -> None:
-        """Note the end of an optimizer step; peaks of memory count from the end of the warm-up."""
+        """Record the end of an optimizer step; peaks of memory count from the end of the warm-up."""
         self._num_done += 1
         if self._num_done == self._record["num_warmup"] and self._is_cuda:
             torch.cuda.synchronize()
@@ -154,7 +154,7 @@ class StepLog:
             self._clock.mark()
 
     def finish(self) -> None:
-        """Bring everything together; every rank takes part."""
+        """Combine the records of all ranks, a collective."""
         record, step_ms, peak = self._record, self._clock.read_ms(), peak_memory_gib(is_cuda=self._is_cuda)
         summary = summarise_ms(step_ms)
         # The mean over the ranks, the sum over the micro-batches of a step.
@@ -176,6 +176,6 @@ class StepLog:
         """Return the value of every rank."""
         if self._record["num_ranks"] == 1:
             return [value]
-        found: list[Any] = [None] * self._record["num_ranks"]
-        torch.distributed.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self._record["num_ranks"]
+        torch.distributed.all_gather_object(values, value)
+        return values

@@ -7,28 +7,28 @@ from typing import Any
 
 from benchmarks.multi_gpu_steps import CONTEXT, EXPERTS
 
-# Of as many times one GPU as there are ranks: on two, and on more.
+# Targets as shares of the number of ranks times one GPU: for two ranks, and for more.
 LEAST_SHARES = {"ddp": (0.98, 0.97), "fsdp": (0.95, 0.925), CONTEXT: (0.95, 0.925)}
 # Sums in another order, in bf16; measured from equal weights.
 LOSS_TOLERANCE = 1e-3
-# Losses that fell by less than this many tolerances would agree whatever the steps did.
+# Losses that fell by less than this many tolerances would agree in any case.
 LEAST_FALL = 2
 
 
 def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv; a run that failed has none."""
+    """Return rows for results.csv, without those of failed runs."""
     if record["reason"]:
         return []
-    found, summary = record["versions"], record["summary"]
+    packages, summary = record["versions"], record["summary"]
     kind = "one document" if record["is_one_document"] else "packed"
     shared = {
         "benchmark": "multi_gpu",
         "workload": f"{record['workload']}, {kind}, {record['num_tokens']} tokens a pack, {record['mode']}"
         + (", moments in 8 bits" if record["optim_bits"] == 8 else ""),
         "system": record["title"] if is_peer(record) else f"ours {record['title']}",
-        "version": "; ".join(f"{name} {found[name]}" for name in _packages(record) if name in found),
+        "version": "; ".join(f"{name} {packages[name]}" for name in _packages(record) if name in packages),
         "command": command,
-        "device": f"{record['num_ranks']} x {found.get('device', 'cpu')}",
+        "device": f"{record['num_ranks']} x {packages.get('device', 'cpu')}",
         "n": summary["n"],
     }
     step = {
@@ -50,12 +50,12 @@ def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]
 
 
 def is_peer(record: dict[str, Any]) -> bool:
-    """Return whether a record is of a system beside ours: its strategy is SYSTEM-STRATEGY."""
+    """Return whether a record is that of a peer: its strategy is SYSTEM-STRATEGY."""
     return "-" in record["strategy"]
 
 
 def _packages(record: dict[str, Any]) -> tuple[str, ...]:
-    """Return the packages whose versions a row names."""
+    """Return the packages whose versions are in a row."""
     if not is_peer(record):
         return ("lightning_fastft", "torch", "transformers")
     more = ("unsloth", "trl") if record["strategy"].startswith("unsloth") else ()
@@ -103,7 +103,7 @@ def multi_table(records: Sequence[dict[str, Any]]) -> str:
             if record["strategy"].endswith(strategy):
                 ratio = ours["tokens_per_s"] / record["tokens_per_s"]
                 lines.append(f"  {ours['title']}: {ratio:.3f} times {record['title']}")
-    # Whatever is sharded, a step of equal ranks is the same.
+    # A step of as many ranks is the same under any sharding.
     ours = timed.get(("fsdp", 1)) or timed.get(("ddp", 1))
     lines += [_compare_losses(record, ours) for record in peers if ours is not None]
     return "\n".join(lines)
@@ -122,7 +122,7 @@ def _compare_losses(record: dict[str, Any], reference: dict[str, Any]) -> str:
 
 
 def full_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return how the large model trained."""
+    """Return a summary of the large model's run."""
     lines = ["full fine-tuning in shards"]
     for record in records:
         lines.append(f"  {record['title']:<20} {record['reason'] or short(record)}")

@@ -9,12 +9,11 @@ r"""Measure activation offload: gain of double buffering, overlap of copies, fro
         --workload qwen3-14b-qlora qwen3-14b-qlora-16k
 
 Models have random weights, made on the device once per size (``small-cards`` with ``+stream``: layer by layer, and held
-on the host); every run starts from the same adapters and takes the same
-packs of the ruler's documents, with fused AdamW and clipping. Per run: 3 warm-up steps (7 where a plan is measured
-first), 30 timed steps (10 where one exceeds 3 s, fewer where the budget ends; the count is in the row), then profiled
-ones. A time counts only if the losses of all steps and the norm of the first gradients are those of the first run on
-the same packs. ``front`` uses the ruler instead (benchmarks/offload_front.py). Results are flushed after every run;
-runs in raw.jsonl are not repeated.
+on the host). Every run starts from the same adapters and takes the same packs of the ruler's documents, with fused
+AdamW and clipping. Per run: 3 warm-up steps (7 if a plan is measured first), 30 timed steps (10 if a step exceeds 3 s,
+fewer if the budget ends; the count is in the row), then profiled ones. A time counts only if the losses of all steps
+and the norm of the first gradients are those of the first run on the same packs. ``front`` uses the ruler instead
+(benchmarks/offload_front.py). Results are flushed after every run; runs in raw.jsonl are not repeated.
 """
 
 from __future__ import annotations
@@ -41,21 +40,20 @@ from benchmarks.ruler.cases import CaseLog
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import WORKLOADS
 
-# Published for Unsloth on a B200: steps per second of double buffers against single ones in per cent, and their extra
-# memory in GB.
+# Published for Unsloth on a B200: gain of double over single buffers in steps/s, in per cent, and their extra memory
+# in GB.
 PUBLISHED = {"qwen3-8b-qlora": (8.40, 0.37), "qwen3-14b-qlora": (6.70, 0.47), "qwen3-32b-qlora": (4.61, 0.23)}
 MIN_HIDDEN_SHARE = 0.95
 MAX_EXPOSED_SHARE = 0.01
 MAX_SERIAL_SHARE = 0.20
 LATE_HOST_SHARE = 0.05
-# For a first guess at the length of a step: the rate of QLoRA with recompute, from results.csv (14B: 1,485 ms for 8,192
-# tokens).
+# Rate of QLoRA with recompute for a first estimate of the step time, from results.csv (14B: 1,485 ms for 8,192 tokens).
 GUESSED_FLOPS_PER_S = 4.2e14
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    # A driver that is told to stop ends its processes first: SystemExit runs through every finally.
+    # On SIGTERM the driver ends its processes first: SystemExit runs every finally block.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.command == "front":
         return offload_front.front(options)
@@ -87,17 +85,19 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument(
         "--modes", nargs="+", default=["auto:64+fused"], help='tried in order until one trains; "auto" gets the budget'
     )
-    three.add_argument("--without-reference", action="store_true", help="compare no losses with recompute, uncapped")
+    three.add_argument(
+        "--without-reference", action="store_true", help="do not compare losses with those of recompute without a cap"
+    )
     three.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
     offload_front.add_arguments(commands, shared)
     return parser
 
 
 class Session:
-    """Where records of one call go, and how long it may take.
+    """The files and the time budget of one call.
 
     Args:
-        options: Of the command line.
+        options: Options of the command line.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -118,7 +118,7 @@ class Session:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the budget that are left."""
+        """Remaining seconds of the budget."""
         return self.deadline - time.monotonic()
 
     def find(self, workload: str, run: Run) -> dict[str, Any] | None:
@@ -127,7 +127,7 @@ class Session:
         return next((record for record in self.records if _key(record) == wanted and not record["reason"]), None)
 
     def write(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Flush a record to the raw log, its figures to rows.csv and the table as it stands."""
+        """Write a record to the raw log, its figures to rows.csv, and the present table."""
         record = {"command_name": self.command, **record}
         self._records.append(record)
         self._log.write(record)
@@ -175,7 +175,7 @@ def buffers(session: Session, options: argparse.Namespace) -> None:
             run = Run(mode, num_tokens, num_steps=options.steps, num_profiles=int(mode.startswith(("offload", "auto"))))
             record = session.find(name, run)
             if record is None:
-                # As many steps as a rate needs at the least, and the ones around them.
+                # The fewest steps for a rate, and the steps around them.
                 needed_s = guess_step_s(name, num_tokens) * 10 if session.is_cuda else 0.0
                 if session.left_s < needed_s:
                     session.refuse(
@@ -196,15 +196,15 @@ def buffers(session: Session, options: argparse.Namespace) -> None:
 
 
 def overlap(session: Session, options: argparse.Namespace) -> None:
-    """Profile inputs on the host and full tensors on the host, on time and with a late host, and the control on
+    """Profile inputs on the host and all tensors on the host, with a normal and with a delayed host, and the control on
     one stream.
     """
     rig: Rig | None = None
     delay = options.delay_ms
     for name, num_tokens in parse_cells(options.cells):
         shared = {"num_tokens": num_tokens, "num_steps": min(3, options.steps), "num_profiles": 3}
-        # The plan is replaced after one step, only what was measured is needed: no host memory for it. On a CPU a
-        # budget keeps "auto" from keeping.
+        # Only the measurements are needed, because the plan is replaced after one step: no host memory for it. On a CPU
+        # a budget prevents "auto" from keeping everything.
         auto = {"mode": "auto:0.001" if session.is_cuda else "auto=1000", "plan": FULL_HOST_PLAN, **shared}
         runs = [
             Run("offload", **shared),
@@ -247,16 +247,16 @@ def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argp
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
     rig = Rig(WORKLOADS[name], is_cuda=session.is_cuda, optimizer=options.optimizer)
-    # The cap of a device that has no more memory: a budget that is not kept fails.
+    # The cap of a smaller device: a step above the budget fails.
     record = rig.measure(run, deadline=session.deadline)
     record["cap_gib"] = cap_gib
     if session.is_cuda:
-        # The largest of all is what the card must have.
+        # The largest peak is the memory that the card needs.
         parts = ["peak_gib", "peak_gib_warmup", "peak_gib_load"]
         record["reserved_gib"] = max(record.get(part, {}).get("reserved", 0.0) for part in parts)
         torch.cuda.set_per_process_memory_fraction(1.0)
     if not record["reason"] and not options.without_reference:
-        # The same packs and adapters with all of the device's memory.
+        # The same packs and adapters without a cap.
         layers = [part for part in run.mode.split("+")[1:] if part.startswith(("fused", "tiles"))]
         mode = "+".join(["recompute", *layers])
         reference = rig.measure(Run(mode, run.num_tokens, num_steps=LEAST_STEPS, num_profiles=0))
@@ -267,7 +267,7 @@ def _capped(name: str, run: Run, cap_gib: float, session: Session, options: argp
 
 
 def _rig_for(rig: Rig | None, name: str, session: Session) -> Rig:
-    """The rig of this workload; another one's model leaves the device first."""
+    """Return the rig of this workload, after the model of another one has left the device."""
     if rig is not None and rig.workload.name == name:
         return rig
     if rig is not None:
@@ -276,12 +276,12 @@ def _rig_for(rig: Rig | None, name: str, session: Session) -> Rig:
 
 
 def _dropped(rig: Rig) -> None:
-    """Whatever a failed run left behind is not trusted."""
+    """Drop the rig, because the state after a failed run is unknown."""
     rig.close()
 
 
 def guess_step_s(name: str, num_tokens: int) -> float:
-    """Return about how long a step with recompute takes: three products per token and weight of the layers."""
+    """Return the approximate time of a step with recompute: three products per token and weight of the layers."""
     config = WORKLOADS[name].model_config
     attention = (
         2 * config["hidden_size"] * config["head_dim"] * (config["num_attention_heads"] + config["num_key_value_heads"])
@@ -291,19 +291,19 @@ def guess_step_s(name: str, num_tokens: int) -> float:
 
 
 def result_rows(record: dict[str, Any], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv; a run with a reason has none."""
+    """Return rows for results.csv, without runs that have a reason."""
     if record["reason"]:
         return []
-    found, summary = record["versions"], record["summary"]
+    packages, summary = record["versions"], record["summary"]
     shared = {
         "benchmark": f"offload {record['command_name']}",
         "workload": f"{record['workload']}, packed, {record['num_tokens']} tokens",
         "system": f"ours {record['title']}",
         "version": "; ".join(
-            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+            f"{name} {packages[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in packages
         ),
         "command": command,
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
         "n": summary["n"],
     }
     figures: list[tuple[str, Any, str]] = [
@@ -344,7 +344,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def buffers_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the gain of two buffers over one and over recompute, beside the formula and what is published."""
+    """Return the gain of two buffers over one and over recompute, with the formula and the published gain."""
     lines = ["buffers: ms [p10, p90] n, GiB, exposed copy ms; gain in steps/s"]
     for cell in dict.fromkeys((record["workload"], record["num_tokens"]) for record in records):
         runs = {record["mode"]: record for record in records if (record["workload"], record["num_tokens"]) == cell}
@@ -366,10 +366,10 @@ def _gains(timed: dict[str, dict[str, Any]], workload: str) -> list[str]:
         other = timed[mode]
         gain = (other["summary"]["median"] / double["summary"]["median"] - 1) * 100
         extra = double["peak_gib"]["allocated"] - other["peak_gib"]["allocated"]
-        told = ""
+        published = ""
         if mode == "offload1" and workload in PUBLISHED:
-            told = f" (published +{PUBLISHED[workload][0]} %, +{PUBLISHED[workload][1]} GB)"
-        lines.append(f"two buffers against {mode}: {gain:+.2f} % steps/s, {extra:+.2f} GiB{told}")
+            published = f" (published +{PUBLISHED[workload][0]} %, +{PUBLISHED[workload][1]} GB)"
+        lines.append(f"two buffers against {mode}: {gain:+.2f} % steps/s, {extra:+.2f} GiB{published}")
     layers = double["num_layers"]
     backward_ms = timed.get("recompute", double)["backward_ms"]["median"] / layers
     uses = double.get("copies") or []
@@ -386,15 +386,15 @@ def _gains(timed: dict[str, dict[str, Any]], workload: str) -> list[str]:
 
 def _figures(record: dict[str, Any]) -> str:
     summary = record["summary"]
-    told = (
+    text = (
         f"{summary['median']:.1f} [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, "
         f"{record['peak_gib']['allocated']:.2f} GiB"
     )
-    return f"{told}, exposed {exposed_ms(record):.2f}" if record.get("copies") else told
+    return f"{text}, exposed {exposed_ms(record):.2f}" if record.get("copies") else text
 
 
 def overlap_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the share of copy time under kernels, what compute waited, and whether each bar is met."""
+    """Return the share of copy time under kernels, the waits of compute, and whether each bar is met."""
     lines = [
         "overlap: copy ms, under kernels, not waited for, exposed ms and share of the step, late host ms (worst of the "
         "profiled steps)"
@@ -411,7 +411,7 @@ def overlap_table(records: Sequence[dict[str, Any]]) -> str:
         if record["is_serial"]:
             is_met = max(use["covered_share"] for use in uses) < MAX_SERIAL_SHARE
         else:
-            # A host that is late leaves nothing to copy under; then it counts what compute waited for.
+            # With a delayed host there is no compute to overlap with; then the waits of compute count.
             is_host_late = worst["late_host_ms"] > LATE_HOST_SHARE * worst["step_ms"]
             is_met = (
                 worst["hidden_share"] if is_host_late else covered

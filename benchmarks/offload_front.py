@@ -1,8 +1,9 @@
 """Measure the front of step time against device memory, from the smallest plan to all kept, and Unsloth's two ends.
 
 Every figure comes from the ruler (benchmarks/train_step.py): same packs, weights and optimizer, gradients compared with
-the plain arm. First our own ends - recompute all, offload all, keep all - then budgets between them, each a case of "auto" with
-that much memory, last Unsloth in its default and without checkpointing, all in the same session on the same GPU.
+the plain arm. Our end points come first (recompute all, offload all, keep all), then budgets between them, each a case
+of "auto" with that much memory, and last Unsloth with its default and without checkpointing, all in one call on one
+GPU.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from benchmarks.ruler.driver import parse_arm, run_arms
 from benchmarks.ruler.report import read_records, result_rows
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
-# Where budgets lie, the most telling first: between recompute all (0) and keep all (1), and below 0 between offload all
-# (-1) and recompute all. Above 1 everything can be kept.
+# Positions of the budgets, most informative first: from recompute all (0) to keep all (1), and below 0 from offload all
+# (-1) to recompute all. Above 1 everything can be kept.
 SHARES = (0.0, 0.5, 1.05, 0.25, 0.75, -0.5, -1.0, 0.1, 0.9)
-# What a measured peak may differ from another and still count as the same memory; the least budget gets as much.
+# Peaks that differ by less than this count as equal memory; the smallest budget gets this much more.
 LEAST_SLACK = 1.01
 BENCHMARK = "offload front"
 UNSLOTH = ("unsloth:unsloth", "unsloth:off")
@@ -32,25 +33,17 @@ UNSLOTH = ("unsloth:unsloth", "unsloth:off")
 def add_arguments(commands: Any, shared: argparse.ArgumentParser) -> None:
     """Add the subcommand "front"."""
     one = commands.add_parser("front", parents=[shared], help="step time against memory, through the ruler")
-    one.add_argument("--root", type=Path, required=True, help="where the workloads are built")
+    one.add_argument("--root", type=Path, required=True, help="folder of the built workloads")
     one.add_argument("--workload", nargs="+", required=True)
-    one.add_argument(
-        "--liger", nargs="*", default=[], metavar="WORKLOAD", help="workloads whose cases have Liger's layers"
-    )
-    one.add_argument(
-        "--fused", nargs="*", default=[], metavar="WORKLOAD", help="workloads whose cases have fused layers"
-    )
+    one.add_argument("--liger", nargs="*", default=[], metavar="WORKLOAD", help="workloads with Liger's layers")
+    one.add_argument("--fused", nargs="*", default=[], metavar="WORKLOAD", help="workloads with fused layers")
     one.add_argument("--host-gib", type=float, default=32.0, help="pinned memory of each plan")
-    one.add_argument(
-        "--extra-modes", nargs="*", default=[], help="modes of ours beyond the front, as the ruler writes them"
-    )
+    one.add_argument("--extra-modes", nargs="*", default=[], help="further modes of ours, written as in the ruler")
     one.add_argument("--peers", nargs="*", default=list(UNSLOTH))
     one.add_argument("--warmup", type=int, default=6)
     one.add_argument("--optimizer", default="adamw_8bit", choices=("adamw_8bit", "adamw_fused"))
     one.add_argument("--num-budgets", type=int, default=7)
-    one.add_argument(
-        "--budgets-gib", type=float, nargs="*", help="these budgets instead of those computed from the ends"
-    )
+    one.add_argument("--budgets-gib", type=float, nargs="*", help="budgets; by default computed from the end points")
 
 
 def front(options: argparse.Namespace) -> int:
@@ -65,7 +58,7 @@ def front(options: argparse.Namespace) -> int:
 
 
 def _write_table(options: argparse.Namespace) -> str:
-    """Write the table of all that was measured and return it."""
+    """Write the table of all measurements and return it."""
     records = read_records(options.out / "raw.jsonl")
     table = "\n".join(front_table(name, records) for name in options.workload)
     (options.out / "table.txt").write_text(table + "\n", encoding="utf-8")
@@ -76,8 +69,8 @@ class Front:
     """The cases of one workload.
 
     Args:
-        workload: Built under root.
-        options: Of the command line.
+        workload: A workload that is built under root.
+        options: Options of the command line.
     """
 
     def __init__(self, workload: str, options: argparse.Namespace) -> None:
@@ -92,12 +85,10 @@ class Front:
         self._command = "python -m benchmarks.offload " + " ".join(sys.argv[1:])
 
     def run(self, *, deadline: float) -> None:
-        """Measure ends, budgets and peers, as far as the time reaches; what is in the raw log already is not
-        repeated.
-        """
+        """Measure end points, budgets and peers within the time budget; skip cases of the raw log."""
         if not self._files.reference(1.0).exists():
             self._arms(["plain:reference"], deadline=deadline)
-        # Peers last, but their time is kept for them.
+        # Peers come last, with reserved time.
         num_peers = sum(not self._done(peer.partition(":")[2], "unsloth") for peer in self._options.peers)
         own_deadline = deadline - num_peers * 0.2 * max(0.0, deadline - time.monotonic())
         host = f":{self._options.host_gib:g}"
@@ -115,12 +106,12 @@ class Front:
         )
 
     def _budgets(self) -> list[float]:
-        """Budgets in GiB, the most telling first."""
+        """Return budgets in GiB, most informative first."""
         ends = {end: self._peak(end) for end in ("recompute", "offload", "keep")}
         low = ends["recompute"]
         if low is None:
             return []
-        # Without a keep that fits, the far end is what the card has.
+        # If keep does not fit, the upper end is the memory of the card.
         high = ends["keep"] or _card_gib() or low * 4
         least = (ends["offload"] or low) * LEAST_SLACK
         return [
@@ -166,7 +157,7 @@ class Front:
 def _card_gib() -> float | None:
     import torch
 
-    # The part of the card that "auto" would fill.
+    # The share of the card that "auto" would use.
     return 0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
 
 
@@ -181,7 +172,7 @@ def mode_name(mode: str) -> str:
 
 
 def budget_gib(mode: str) -> float | None:
-    """Return the budget in a mode's name; None where it has none.
+    """Return the budget in a mode's name; None without one.
 
     Example:
         >>> budget_gib("auto=20.5:32+liger")
@@ -198,8 +189,8 @@ def _timed(workload: str, records: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def front_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv: the ruler's, and for plans what was predicted, what compute waited for copies,
-    and the host memory.
+    """Return rows for results.csv: the ruler's, and for plans the prediction, the waits of compute for copies, and the
+    host memory.
     """
     rows = []
     for record in records:
@@ -229,7 +220,7 @@ def front_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[
 
 
 def front_table(workload: str, records: Sequence[dict[str, Any]]) -> str:
-    """Return the front of a workload, predicted beside measured."""
+    """Return the front of a workload, with predicted and measured values."""
     timed = sorted(_timed(workload, records), key=lambda record: record["peak_gib"]["allocated"])
     lines = [
         f"{workload}: front, by measured peak",
@@ -239,7 +230,7 @@ def front_table(workload: str, records: Sequence[dict[str, Any]]) -> str:
     ]
     lines += [_front_line(record) for record in timed]
     titles = {record["title"] for record in timed}
-    # The latest try of what was never timed.
+    # The latest record of cases that were never timed.
     tried = {
         record["title"]: record
         for record in records
@@ -259,18 +250,18 @@ def _front_line(record: dict[str, Any]) -> str:
         record.get("copies"),
         record.get("plan_check"),
     )
-    told = f"{'':>8} {'':>6} {'':>9} {'':>6}"
+    text = f"{'':>8} {'':>6} {'':>9} {'':>6}"
     if predicted:
         time_error, peak_error = (
             predicted["step_ms"] / summary["median"] - 1,
             predicted["peak_gib"] / peak - 1 if peak else 0.0,
         )
-        told = f"{predicted['step_ms']:>8.0f} {time_error:>+6.1%} {predicted['peak_gib']:>9.2f} {peak_error:>+6.1%}"
+        text = f"{predicted['step_ms']:>8.0f} {time_error:>+6.1%} {predicted['peak_gib']:>9.2f} {peak_error:>+6.1%}"
     exposed = f"{copies['exposed_ms']:.1f}" if copies else ""
     host = f"{engine['pinned_bytes'] / 2**30:.1f}" if engine else ""
     equal = ("bit-equal" if check["is_bitwise"] else f"cosine {check['worst_cosine'][1]:.6f}") if check else ""
     return (
         f"  {record['title']:<30} {summary['median']:>8.1f} {summary['p10']:>8.1f} {summary['p90']:>8.1f} "
-        f"{summary['n']:>3} {peak:>7.2f} | {told} | "
+        f"{summary['n']:>3} {peak:>7.2f} | {text} | "
         f"{exposed:>7} {host:>8}  {equal}"
     )

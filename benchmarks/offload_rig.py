@@ -1,7 +1,7 @@
 """Train one model with random weights for some steps under several activation policies, each from the same adapters.
 
 A run is a fresh Trainer with FastFTStrategy on the same FineTuner: warm-up, timed steps, then steps that are profiled
-one by one. Its losses and the norm of its first gradients are kept, so that runs can be compared before their times
+one by one. Its losses and the norm of its first gradients are recorded, so that runs are compared before their times
 are.
 """
 
@@ -33,32 +33,29 @@ from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 
 MOST_PACKS = 24
-# Fewer timed steps than this are no measurement; a run that the budget cuts below it is not started.
+# Fewest timed steps of a measurement; a run for which the budget has no time for them is not started.
 LEAST_STEPS = 3
-# Losses of the same step may differ by the order of sums in the backward of attention, which changes from run to run.
+# Losses of the same step differ by the order of sums in the backward of attention, which varies from run to run.
 LOSS_TOLERANCE = 1e-3
 
-# A segment with all its tensors on the host comes as often as the copies of one hide under the compute of those
-# between, with this much to spare.
+# Segments with all tensors on the host are spaced so that their copies overlap with the compute of the segments
+# between them, with this margin.
 SPACING_MARGIN = 1.25
 FULL_HOST_PLAN = "full tensors on the host"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured.
+    """One run.
 
     Args:
-        mode: As in the ruler: "recompute", "offload", "offload1", "auto=14.5".
-        num_tokens: Tokens of a pack.
-        num_steps: Timed steps; fewer where one exceeds 3 s or the budget ends.
-        num_warmup: Steps before them.
-        num_profiles: Steps profiled after them.
-        delay_ms: How long the host sleeps before each decoder layer.
-        is_serial: Copy on the compute stream: the control.
-        plan: FULL_HOST_PLAN replaces the plan of "auto"; empty for none.
-        checks_plan: Whether gradients under the plan of "auto" are compared with those of recompute, which a capped
-            device may have no memory for.
+        mode: Mode as in the ruler: "recompute", "offload", "offload1", "auto=14.5". num_tokens: Tokens of a pack.
+        num_steps: Timed steps; fewer if a step exceeds 3 s or the budget ends. num_warmup: Steps before them.
+        num_profiles: Steps profiled after them. delay_ms: Sleep of the host before each decoder layer. is_serial:
+        Whether to copy on the compute stream, as a control. plan: FULL_HOST_PLAN replaces the plan of "auto"; empty for
+        none. checks_plan: Whether gradients under the plan of "auto" are compared with those of recompute; a capped
+        device may
+            lack the memory.
     """
 
     mode: str
@@ -89,7 +86,7 @@ class Rig:
         workload: Model, quantisation and LoRA; packs are cut to the length of each run.
         is_cuda: Whether steps run on a GPU.
         optimizer: "adamw_fused" or "adamw_8bit".
-        wants_liger: Swap Liger's norms and SwiGLU in.
+        wants_liger: Whether to use Liger's norms and SwiGLU.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class Rig:
         self._wants_liger = wants_liger
         torch.manual_seed(0)
         lora = lora_config(workload)
-        # Neither factor is zero, so that every adapter has a gradient from the first step on.
+        # Both factors are nonzero, so that every adapter has a gradient from the first step on.
         lora.init_lora_weights = False
         self.tuner = FineTuner(
             {"model_type": workload.model_type, **workload.model_config},
@@ -113,7 +110,7 @@ class Rig:
             scheduler="constant",
             warmup_share=0.0,
         )
-        # Lightning moves the module to the host when a fit ends; the next run wants it where it is.
+        # Lightning moves the module to the host when a fit ends; the next run needs it on the device.
         self.tuner.cpu = lambda: self.tuner  # type: ignore[method-assign]
         self._adapter: dict[str, torch.Tensor] = {}
 
@@ -121,7 +118,7 @@ class Rig:
         """Train under one policy and return the record; a failure is a record too, with a reason.
 
         Args:
-            run: What is measured.
+            run: The run to measure.
             deadline: time.monotonic() after which no timed step should run.
         """
         run = replace(run, num_warmup=max(run.num_warmup, least_warmup(run.mode)))
@@ -149,7 +146,7 @@ class Rig:
         return record
 
     def close(self) -> None:
-        """Take the model off the device; the rig is of no use after that."""
+        """Remove the model from the device; the rig cannot be used afterwards."""
         del self.tuner
         gc.collect()
         if self.is_cuda:
@@ -182,7 +179,7 @@ class Rig:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the adapters the values they had at first."""
+        """Restore the initial values of the adapters."""
         adapters = trainable_adapters(self.tuner.model)
         if not self._adapter:
             self._adapter = {name: parameter.detach().cpu().clone() for name, parameter in adapters.items()}
@@ -197,19 +194,19 @@ class Rig:
         return decoder_layers(model)
 
     def install_liger(self, patcher: ModelPatcher) -> None:
-        """Swap Liger's layers in where they are wanted."""
+        """Swap in Liger's layers if requested."""
         if self._wants_liger:
             install_liger_layers(self.tuner.model, patcher)
 
 
 class RunCallback(Callback):
-    """Follow one run step by step and fill its record.
+    """Record one run step by step.
 
     Args:
-        run: What is measured.
-        record: Takes what is found.
-        rig: Whose run it is.
-        checkpointing: Of the strategy.
+        run: The run to measure.
+        record: Takes the results.
+        rig: The rig of the run.
+        checkpointing: The plugin of the strategy.
         deadline: time.monotonic() after which no timed step should run.
     """
 
@@ -229,7 +226,7 @@ class RunCallback(Callback):
 
     @property
     def num_total(self) -> int:
-        """Most steps that this run takes."""
+        """Maximum number of steps of this run."""
         return self._run.num_warmup + self._run.num_steps + self._run.num_profiles
 
     @property
@@ -237,7 +234,7 @@ class RunCallback(Callback):
         return self._run.num_warmup + self._num_timed
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """Put adapters, layers and delays in place; what loading took is known."""
+        """Load adapters and set up layers and delays; record the time of loading."""
         if self._rig.is_cuda:
             self._record["peak_gib_load"] = peak_memory_gib(is_cuda=True)
             torch.cuda.reset_peak_memory_stats()
@@ -248,7 +245,7 @@ class RunCallback(Callback):
                 self.patcher.add_undo(layer.register_forward_pre_hook(self._delay).remove)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: FineTuner, batch: Any, batch_idx: int) -> None:
-        """Change to the asked plan when the measured one stands; begin to profile when all is timed."""
+        """Switch to the requested plan once the measured one exists; start to profile after the timed steps."""
         if (
             self._step == CHECKED_STEP
             and self._checkpointing.stacks
@@ -263,16 +260,16 @@ class RunCallback(Callback):
             self._profile.start()
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
-        """Keep the loss; the backward begins."""
+        """Store the loss, and mark the start of the backward."""
         self._losses.append(loss.detach())
         self._backward.mark()
 
     def on_after_backward(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """The backward ends."""
+        """Mark the end of the backward."""
         self._backward.mark()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: FineTuner, optimizer: Any) -> None:
-        """Keep the norms of the first gradients."""
+        """Store the norms of the first gradients."""
         if self._step == 0:
             gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.requires_grad]
             missing = sum(gradient is None for gradient in gradients)
@@ -283,7 +280,7 @@ class RunCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         self._clock.mark()
         if self._step >= self._num_before_profiles:
             use = self._profile.stop()
@@ -297,7 +294,7 @@ class RunCallback(Callback):
             trainer.should_stop = True
 
     def finish(self) -> None:
-        """Write what was kept on the device; refuse gradients that are zero or not finite."""
+        """Write the values stored on the device; refuse gradients that are zero or not finite."""
         if self._norms is None:
             return
         norms = self._norms.float().tolist()
@@ -308,7 +305,7 @@ class RunCallback(Callback):
         self._record["losses"] = torch.stack(self._losses).float().tolist()
 
     def _delay(self, *_: Any) -> None:
-        # Not while a plan is measured: it would be one for a slow device.
+        # Not while a plan is measured, which would then be one for a slow device.
         if self._step >= self._run.num_warmup - 1:
             time.sleep(self._run.delay_ms / 1e3)
 
@@ -344,8 +341,8 @@ class RunCallback(Callback):
 
 
 def full_host_plan(stack: SegmentStack) -> list[SegmentPlan]:
-    """Return the plan in which every so-many-th segment has its input and all values on the host, so that their
-    copies hide under the others.
+    """Return a plan with the input and all values of every n-th segment on the host, so that their copies overlap with
+    the other segments.
     """
     assert stack.cost is not None
     machine = measure_machine(
@@ -353,7 +350,7 @@ def full_host_plan(stack: SegmentStack) -> list[SegmentPlan]:
     )
     spacing = host_spacing(stack.cost, copy_bytes_per_s=min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s))
     plan = list(uniform_plan(len(stack.segments), "recompute"))
-    # The last ones stay: what they would copy out has no forward left to hide under.
+    # The last ones stay on the device, because no forward is left for their copies to overlap with.
     for index in range(0, len(plan) - min(spacing, len(plan) - 1), spacing):
         values = tuple((value.name, "host") for value in stack.cost.segments[index].values)
         plan[index] = SegmentPlan(is_kept=False, input_place="host", values=values)  # type: ignore[arg-type]
@@ -361,7 +358,7 @@ def full_host_plan(stack: SegmentStack) -> list[SegmentPlan]:
 
 
 def host_spacing(cost: StepCost, *, copy_bytes_per_s: float) -> int:
-    """Return every how-many-th segment can have all its tensors on the host."""
+    """Return n, if every n-th segment can have all its tensors on the host."""
     middle = cost.segments[len(cost.segments) // 2]
     num_bytes = middle.input_bytes + sum(value.num_bytes for value in middle.values)
     copy_ms = num_bytes / copy_bytes_per_s * 1e3
@@ -369,7 +366,7 @@ def host_spacing(cost: StepCost, *, copy_bytes_per_s: float) -> int:
 
 
 def disagreement(record: dict[str, Any], reference: dict[str, Any]) -> str:
-    """Return in what a run differs from the reference run that it must agree with; empty where it agrees.
+    """Return the differences between a run and its reference run; empty if they agree.
 
     Args:
         record: A run.
@@ -392,8 +389,6 @@ def disagreement(record: dict[str, Any], reference: dict[str, Any]) -> str:
 
 
 def exposed_ms(record: dict[str, Any]) -> float:
-    """Return the median over the profiled steps of the time that compute waited for copies; NaN where none was
-    profiled.
-    """
-    found = sorted(use["exposed_ms"] for use in record.get("copies", []))
-    return found[len(found) // 2] if found else float("nan")
+    """Return the median time that compute waited for copies in the profiled steps; NaN without profiled steps."""
+    times = sorted(use["exposed_ms"] for use in record.get("copies", []))
+    return times[len(times) // 2] if times else float("nan")

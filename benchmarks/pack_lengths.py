@@ -2,12 +2,12 @@ r"""Compare packs of many lengths from CUDA graphs with padded packs, and with p
 
     python -m benchmarks.pack_lengths --out runs/pack_lengths
 
-Every pack has another length, from 73 % of the longest on (6,000 to 8,192 tokens), and new documents. Arms: "lengths
-from graphs" and "lengths without graphs" take them as they are (``pad_to_max=False``), "padded from graphs" pads the
-same packs. Each arm is a process of its own with ``FineTuner``, ``PackedDataModule``, ``FastFTStrategy`` and
+Every pack has another length, at least 73 % of the longest (6,000 to 8,192 tokens), and new documents. Arms: "lengths
+from graphs" and "lengths without graphs" use the packs as they are (``pad_to_max=False``), "padded from graphs" pads
+them. Each arm is a separate process with ``FineTuner``, ``PackedDataModule``, ``FastFTStrategy`` and
 ``FusedKernels``, on the same random weights. Losses of all arms must agree in every step. Steps end at CUDA events.
-Memory is that of the whole process, recordings and warm-up included. An arm that fails leaves its error in the table,
-with what it had measured. On a CPU (``--device cpu --workload tiny``) the recorded work is repeated, as in the tests.
+Memory is that of the whole process, recordings and warm-up included. The table has the error of a failed arm, with
+its measurements up to then. On a CPU (``--device cpu --workload tiny``) the recorded work is repeated, as in the tests.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LEAST_SECONDS = 10.0
 
 
 def draw_packs(workload: Workload, *, num_packs: int) -> list[Pack]:
-    """Return packs of which no two have one length, while there are enough, with the documents of the ruler's list."""
+    """Return packs of different lengths, as long as there are enough, with the documents of the ruler's list."""
     shortest = round(SHORTEST * workload.max_tokens)
     generator = np.random.default_rng(11)
     num_lengths = workload.max_tokens + 1 - shortest
@@ -73,14 +73,14 @@ def draw_packs(workload: Workload, *, num_packs: int) -> list[Pack]:
         plan: list[int] = []
         while (num_left := num_tokens - sum(plan)) > 0:
             length = min(next(documents), num_left)
-            # A document of one token has nothing to predict, and is rejected.
+            # A document of one token would be rejected, because it has nothing to predict.
             plan.append(length + (num_left - length == 1))
         packs.append(Pack(input_id_T=generator.integers(FIRST_WORD, highest, num_tokens), lengths=plan))
     return packs
 
 
 class Measure(Callback):
-    """Take the time, the loss and the tokens of each step, and write them with the memory when training ends."""
+    """Record the time, the loss and the tokens of each step, and write them with the memory when training ends."""
 
     def __init__(self, fused: FusedKernels, *, num_warmup: int, is_cuda: bool) -> None:
         self._fused, self._num_warmup, self._is_cuda = fused, num_warmup, is_cuda
@@ -96,17 +96,17 @@ class Measure(Callback):
         self._clock.mark()
         self._losses.append(outputs["loss"].detach())
         self._tokens.append(batch.context.num_real_tokens)
-        # The graphs are gone when training ends.
+        # The graphs no longer exist when training ends.
         self._sizes = [[*bucket.size] for graphs in self._fused._graphs for bucket in graphs.pack_buckets]
         if len(self._tokens) == self._num_warmup:
             self._num_replays = sum(graphs.num_replays for graphs in self._fused._graphs)
 
     def read(self) -> dict[str, Any]:
-        """Return everything that was measured so far."""
+        """Return all measurements so far."""
         step_ms, graphs = self._clock.read_ms()[self._num_warmup - 1 :], self._fused._graphs
         tokens = self._tokens[self._num_warmup :]
         num_layers = sum(len(each._layers) for each in graphs)
-        found: dict[str, Any] = {
+        measured: dict[str, Any] = {
             "ms": step_ms,
             "tokens": tokens,
             "losses": torch.stack(self._losses).tolist() if self._losses else [],
@@ -118,16 +118,16 @@ class Measure(Callback):
         }
         if tokens and graphs:
             num_replays = sum(each.num_replays for each in graphs) - self._num_replays
-            found["share_from_graphs"] = num_replays / (num_layers * len(tokens))
+            measured["share_from_graphs"] = num_replays / (num_layers * len(tokens))
         if self._is_cuda:
-            found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-            found["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return found
+            measured["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            measured["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return measured
 
 
 @contextlib.contextmanager
 def repeated_work() -> Iterator[None]:
-    """Repeat recorded work, where there are no CUDA graphs."""
+    """Repeat recorded work on devices without CUDA graphs."""
     from lightning_fastft.graphs.layer_graphs import LayerGraphs
     from tests.graphs.test_layer_graphs import CPU, Repeating
 
@@ -137,7 +137,7 @@ def repeated_work() -> Iterator[None]:
 
 
 def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train one arm in this process; return what was measured, also if training fails."""
+    """Train one arm in this process; return its measurements, also if training fails."""
     is_cuda, workload = options.device == "cuda", WORKLOADS[options.workload]
     is_padded, has_graphs = ARMS[arm]
     torch.manual_seed(1)
@@ -147,7 +147,7 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         "target_modules": [*workload.target_modules],
         "init_lora_weights": False,
     }
-    # From its configuration, so that kernels are compiled ahead as in any run.
+    # By its configuration, so that kernels are compiled ahead as in any run.
     tuner = FineTuner(
         {"model_type": workload.model_type, **workload.model_config}, init="random", tokenizer=None, lora=lora,
         dtype="bfloat16" if is_cuda else "float32", learning_rate=1e-4, scheduler="constant", warmup_share=0.0,
@@ -169,7 +169,7 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_arm(arm: str, options: argparse.Namespace, *, seconds: float) -> dict[str, Any]:
-    """Run one arm in a process of its own, and return its record, or one with the reason why there is none."""
+    """Run one arm in its own process, and return its record; a failed one has a reason."""
     record = options.out / f"{arm.replace(' ', '_')}.json"
     record.unlink(missing_ok=True)
     words = [sys.executable, "-m", "benchmarks.pack_lengths", "--arm", arm, "--out", str(options.out)]
@@ -184,17 +184,17 @@ def start_arm(arm: str, options: argparse.Namespace, *, seconds: float) -> dict[
         except subprocess.TimeoutExpired:
             reason = f"stopped after {seconds:.0f} s"
         finally:
-            # A process that is told to stop writes what it has.
+            # On SIGTERM a process writes its measurements.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LEAST_SECONDS)
             process.kill()
-    found = json.loads(record.read_text()) if record.exists() else {"arm": arm, "error": reason}
-    return {**found, "error": reason if reason.startswith("stopped") else found["error"]}
+    stored = json.loads(record.read_text()) if record.exists() else {"arm": arm, "error": reason}
+    return {**stored, "error": reason if reason.startswith("stopped") else stored["error"]}
 
 
 def render(records: Sequence[dict[str, Any]]) -> str:
-    """Return the table of the arms, what they say about the targets, and how far the losses are apart."""
+    """Return the table of the arms, their results for the targets, and the differences of the losses."""
     head = ("arm", "ms", "p90", "ms/1k tokens", "reserved", "allocated", "recording s", "recorded", "from graphs", "n")
     lines = [" | ".join(f"{word:>12}" if number else f"{word:22}" for number, word in enumerate(head))]
     by_arm = {record["arm"]: record for record in records}
@@ -229,7 +229,7 @@ def render(records: Sequence[dict[str, Any]]) -> str:
 
 
 def compare_losses(record: dict[str, Any], plain: dict[str, Any]) -> str:
-    """Return how far the losses of an arm are from those without graphs."""
+    """Return the largest difference of an arm's losses from those without graphs."""
     pairs = list(zip(record["losses"], plain["losses"]))
     worst = max(abs(own / other - 1) for own, other in pairs)
     state = "equal" if worst <= LOSS_TOLERANCE else "NOT EQUAL"
@@ -246,7 +246,7 @@ def _p90(record: dict[str, Any]) -> float | None:
 
 
 def per_thousand(record: dict[str, Any]) -> float | None:
-    """Return the median time of 1,000 tokens that are no padding, in ms."""
+    """Return the median time of 1,000 tokens without padding, in ms."""
     pairs = list(zip(record.get("ms", ()), record.get("tokens", ())))
     return statistics.median(1e3 * step_ms / num_tokens for step_ms, num_tokens in pairs) if pairs else None
 
@@ -261,15 +261,15 @@ def rows_of(records: Sequence[dict[str, Any]], *, workload: str, command: str) -
     for record in records:
         if record["error"] or not record.get("ms"):
             continue
-        found = record["versions"]
+        packages = record["versions"]
         shared = {
             "benchmark": "pack_lengths",
             "workload": f"{workload}, {min(record['tokens'])} to {max(record['tokens'])} tokens",
             "system": record["arm"],
-            "version": "; ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if name in found),
+            "version": "; ".join(f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages),
             "n": len(record["ms"]),
             "command": command,
-            "device": found.get("device", "cpu"),
+            "device": packages.get("device", "cpu"),
         }
         p10, p90 = np.percentile(record["ms"], [10, 90]).tolist()
         rows.append({**shared, "metric": "step", "value": median_ms(record), "p10": p10, "p90": p90, "unit": "ms"})
@@ -285,7 +285,7 @@ def rows_of(records: Sequence[dict[str, Any]], *, workload: str, command: str) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the arms one after the other; print a table of those that were measured, whatever happens."""
+    """Run the arms one after the other; print a table of the measured ones, also after an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="qwen3-0.6b-lora", choices=tuple(WORKLOADS))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arm", choices=tuple(ARMS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    # Told to stop, a process runs its finally blocks.
+    # On SIGTERM a process runs its finally blocks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.arm:
         record = run_arm(options.arm, options)

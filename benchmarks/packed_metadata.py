@@ -3,13 +3,13 @@
     python -m benchmarks.train_step build --workload qwen3-14b-qlora --root /dev/shm/fastft
     python -m benchmarks.packed_metadata --workload qwen3-14b-qlora --root /dev/shm/fastft --out runs/metadata
 
-First the time m of one build, for the dense mask (a loop over documents as the published baseline had it, transformers'
-own, ours), for FlexAttention's block mask and for varlen offsets. Then forward, backward and step of the workload
-(packed at 8,192 tokens, layers recomputed in the backward, labels on all tokens) with that metadata built in every
-layer - also when the backward runs the layer again - or cached once. All arms have the same model, kernels, packs and
+First it measures the time m of one build: of the dense mask (a loop over documents as in the published baseline,
+transformers' own, ours), of FlexAttention's block mask and of varlen offsets. Then it measures forward, backward and
+step of the workload (packed at 8,192 tokens, layers recomputed in the backward, labels on all tokens), with this
+metadata built in every layer, also in the recompute, or cached once. All arms have the same model, kernels, packs and
 adapters; before an arm is timed its gradients are compared with those of varlen attention cached once. At the end the
-published formula (L-1)*m is compared with the measurement. 3 warm-up steps, 30 timed (10 where one exceeds 3 s); median, p10,
-p90.
+published formula (L-1)*m is compared with the measurement. 3 warm-up steps, 30 timed (10 if a step exceeds 3 s);
+median, p10, p90.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ ARMS = (
     "flex/every-layer",
     "flex/every-layer-transformers",
 )
-# Published for Unsloth: gain of forward, backward and step, in per cent; 14B on a card that is not named, the small
-# ones on Blackwell.
+# Published for Unsloth: gain of forward, backward and step, in per cent; 14B on an unnamed card, the small models on
+# Blackwell.
 PUBLISHED = {
     "qwen3-14b-qlora": {"forward": 43.3, "backward": 5.8, "step": 14.3},
     "llama-3.2-1b-lora": {"step": 11.5},
@@ -128,13 +128,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--budget-s", type=float, default=3600.0)
-    parser.add_argument("--least-s", type=float, default=40.0, help="an arm is not started with less than this left")
+    parser.add_argument("--least-s", type=float, default=40.0, help="least remaining time to start an arm")
     return parser
 
 
 def loop_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Build the additive mask document by document, as the published baseline did in every layer: lengths to the
-    host, then a block per document.
+    """Build the additive mask document by document, as the published baseline did in every layer: copy lengths to the
+    host, then write a block per document.
     """
     position_T = position_id_1T.reshape(-1)
     starts = (position_T == 0).nonzero().flatten().tolist()
@@ -151,7 +151,7 @@ def loop_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def transformers_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Build the dense mask with transformers' own functions, from positions; additive, as our backend takes it."""
+    """Build the dense mask with transformers' own functions, from positions; additive, as in our backend."""
     from transformers.masking_utils import (
         and_masks,
         causal_mask_function,
@@ -167,7 +167,7 @@ def transformers_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch
         else and_masks(causal_mask_function, packed_sequence_mask_function(document_1T))
     )
     num_tokens = position_id_1T.shape[1]
-    seen = sdpa_mask(
+    is_visible = sdpa_mask(
         batch_size=1,
         q_length=num_tokens,
         kv_length=num_tokens,
@@ -175,8 +175,8 @@ def transformers_mask(position_id_1T: torch.Tensor, dtype: torch.dtype) -> torch
         allow_is_causal_skip=False,
         device=position_id_1T.device,
     )
-    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
-    return torch.where(seen, lowest.new_zeros(()), lowest)
+    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=is_visible.device)
+    return torch.where(is_visible, lowest.new_zeros(()), lowest)
 
 
 def transformers_block_mask(position_id_1T: torch.Tensor) -> Any:
@@ -185,17 +185,17 @@ def transformers_block_mask(position_id_1T: torch.Tensor) -> Any:
 
     document_T = (position_id_1T.reshape(-1) == 0).cumsum(0)
 
-    def seen(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def is_visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (query >= key) & (document_T[query] == document_T[key])
 
     num_tokens = position_id_1T.shape[1]
     return create_block_mask(
-        seen, 1, None, num_tokens, num_tokens, device=str(position_id_1T.device), _compile=position_id_1T.is_cuda
+        is_visible, 1, None, num_tokens, num_tokens, device=str(position_id_1T.device), _compile=position_id_1T.is_cuda
     )
 
 
 def derived_offsets(position_id_1T: torch.Tensor) -> VarlenArguments:
-    """Derive varlen offsets from positions in transformers' way, host waits included."""
+    """Derive varlen offsets from positions as transformers does, with its host syncs."""
     from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
     (start_S1, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_id_1T)
@@ -203,7 +203,7 @@ def derived_offsets(position_id_1T: torch.Tensor) -> VarlenArguments:
 
 
 def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.Tensor], None]]:
-    """Return, by arm, what runs before every attention layer: drop what was built, and build it in the arm's way."""
+    """Return the function that drops and rebuilds the metadata before every attention layer of an arm."""
 
     def drop(context: BatchContext, _: torch.Tensor) -> None:
         context._built.clear()
@@ -224,7 +224,7 @@ def _rebuilders(dtype: torch.dtype) -> dict[str, Callable[[BatchContext, torch.T
             context: BatchContext, position_id_1T: torch.Tensor
         ) -> list[tuple[slice, slice, torch.Tensor]]:
             mask_11TT = build(position_id_1T, dtype)
-            # Attention reads the same blocks of queries in every arm, so that arms differ in the build alone.
+            # Attention reads the same blocks of queries in every arm, so that arms differ only in the build.
             ranges = list_block_ranges(
                 context.num_tokens,
                 starts=context.start_host_S1[:-1].tolist(),
@@ -281,7 +281,7 @@ class Rig:
         self._reference: dict[str, torch.Tensor] | None = None
 
     def measure(self, arm: str, *, num_steps: int) -> dict[str, Any]:
-        """Judge one arm, then time it; a failure is a record too."""
+        """Judge one arm, then time it; a failure gives a record too."""
         record: dict[str, Any] = {"arm": arm, "num_layers": self.num_layers}
         rebuild = _rebuilders(self._dtype).get(arm)
         handles = (
@@ -362,18 +362,18 @@ class Rig:
             record["reason"] = record["verdict"]["reason"]
 
     def _check_builds(self, arm: str, record: dict[str, Any]) -> None:
-        """Refuse an arm that did not build as often as its name says: once, or at every read."""
+        """Refuse an arm whose number of builds does not match its name: once, or at every read."""
         kind = {"varlen": "varlen", "sdpa": "dense_mask", "flex": "block_mask"}[self._backend(arm)]
         expected = 1 if arm.endswith("/once") else record["num_reads"]
         if self._is_cuda or arm.startswith("sdpa"):
-            found = record["num_builds"].get(kind, 0)
-            if found != expected and not record.get("reason"):
+            num_builds = record["num_builds"].get(kind, 0)
+            if num_builds != expected and not record.get("reason"):
                 record["reason"] = (
-                    f"{kind} was built {found} times for {record['num_reads']} attention calls, expected {expected}"
+                    f"{kind} was built {num_builds} times for {record['num_reads']} attention calls, expected {expected}"
                 )
 
     def _backend(self, arm: str) -> str:
-        """The arm's backend; on a CPU, where only the dense mask has a backward, that one."""
+        """Return the arm's backend; on a CPU the dense mask, because only this has a backward there."""
         backend = arm.partition("/")[0]
         return backend if self._is_cuda else "sdpa"
 
@@ -405,12 +405,13 @@ def _make_hook(rebuild: Callable[[BatchContext, torch.Tensor], None]) -> Callabl
 
 
 def measure_builds(token_counts: Sequence[int], *, device: str, block_mask_tokens: int) -> list[dict[str, Any]]:
-    """Time one build of every kind of metadata, host work and device work included, at these pack lengths.
+    """Time one build of every kind of metadata, with host and device work, at these pack lengths.
 
     Args:
         token_counts: Tokens per pack; documents are those of the stored list.
-        device: Where to build.
-        block_mask_tokens: The one length at which transformers' block mask is built: it is compiled anew for each.
+        device: Device of the metadata.
+        block_mask_tokens: The only length at which transformers' block mask is built, because each length compiles it
+            again.
     """
     rows = []
     is_cuda = device == "cuda"
@@ -465,7 +466,7 @@ def _time_builds(build: Callable[[], Any], *, is_cuda: bool) -> list[float]:
 def render_table(
     workload: str, builds: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], *, max_tokens: int
 ) -> str:
-    """Return builds, arms, and gains beside the formula and the published figures."""
+    """Return builds, arms, and gains, with the formula and the published figures."""
     lines = [f"{workload}: one build, ms (published m = {PUBLISHED_BUILD_MS} for the dense mask)"]
     lines += ["  " + _build_line(row) for row in builds]
     lines.append(f"{workload}: ms of forward / backward / step, recompute, {max_tokens} tokens")
@@ -474,12 +475,12 @@ def render_table(
     by_arm = {record["arm"]: record for record in records if "step" in record}
     for gain in gains(by_arm, builds, max_tokens=max_tokens):
         published = PUBLISHED.get(workload, {}) if gain["arm"] == "sdpa/every-layer-loop" else {}
-        told = (
+        text = (
             "; published " + ", ".join(f"{part} +{value} %" for part, value in published.items()) if published else ""
         )
         lines.append(
             f"  once against {gain['arm']}: forward {gain['forward']:+.1f} %, backward {gain['backward']:+.1f} %, step "
-            f"{gain['step']:+.1f} %{told}; "
+            f"{gain['step']:+.1f} %{text}; "
             f"saved {gain['saved_ms']:.1f} ms a step, {gain['saved_forward_ms']:.1f} in the forward, formula (L-1)*m = "
             f"{gain['formula_ms']:.1f} ms"
         )
@@ -489,8 +490,8 @@ def render_table(
 def gains(
     by_arm: dict[str, dict[str, Any]], builds: Sequence[dict[str, Any]], *, max_tokens: int
 ) -> list[dict[str, Any]]:
-    """Return what caching gains over every arm that rebuilds: per cent of speed, milliseconds, and the published
-    formula.
+    """Return the gain of caching over every arm that rebuilds: in per cent of speed, in milliseconds, and by the
+    published formula.
 
     Args:
         by_arm: Timed records by arm.
@@ -506,7 +507,7 @@ def gains(
         "flex/every-layer-transformers": "block mask, transformers",
     }
     build_ms = {row["kind"]: row["ms"]["median"] for row in builds if "ms" in row and row["num_tokens"] == max_tokens}
-    found = []
+    gains = []
     for arm, kind in kinds.items():
         once = by_arm.get(arm.partition("/")[0] + "/once")
         again = by_arm.get(arm)
@@ -521,22 +522,22 @@ def gains(
             saved_forward_ms=again["forward"]["median"] - once["forward"]["median"],
             formula_ms=(again["num_layers"] - 1) * build_ms.get(kind, float("nan")),
         )
-        found.append(gain)
-    return found
+        gains.append(gain)
+    return gains
 
 
 def result_rows(
     workload: str, builds: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], *, command: str
 ) -> list[dict[str, Any]]:
     """Return rows for results.csv."""
-    found = versions()
+    packages = versions()
     shared = {
         "benchmark": "packed_metadata",
         "version": "; ".join(
-            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+            f"{name} {packages[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in packages
         ),
         "command": command,
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
         "unit": "ms",
     }
     rows = [
@@ -570,12 +571,12 @@ def _spread(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build_line(row: dict[str, Any]) -> str:
-    told = (
+    text = (
         str(row["reason"])
         if "reason" in row
         else f"{row['ms']['median']:.3f} [{row['ms']['p10']:.3f}, {row['ms']['p90']:.3f}]"
     )
-    return f"{row['kind']:<28} {row['num_tokens']:>6} tokens {row['num_documents']:>4} documents  {told}"
+    return f"{row['kind']:<28} {row['num_tokens']:>6} tokens {row['num_documents']:>4} documents  {text}"
 
 
 def _short(record: dict[str, Any]) -> str:

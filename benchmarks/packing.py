@@ -3,10 +3,11 @@
     python -m benchmarks.packing            (add --record to append the rows to results.csv)
 
 Workloads: 60,000 seeded log-normal lengths (median 403 tokens, clipped to 8 - 4,096) at 4,096 tokens, and GSM8K's
-training questions with answers, tokenised by GPT-2's BPE (../shared/data), at 4,096 and 8,192. Each system is checked before it is timed: every document
-once, no pack above its capacity. 30 runs, or 10 where one exceeds 3 s; median, p10, p90. TRL runs as users call it
-(batches of 1,000 documents) and over the whole set at once; its time includes the copy of the tokens, which its packs
-hold and ours point to. Without TRL its rows are skipped, and the output says so.
+training questions with answers, tokenised by GPT-2's BPE (../shared/data), at 4,096 and 8,192. Each system is checked
+before it is timed: every document is in one pack, and no pack exceeds its capacity. 30 runs, or 10 if a run exceeds 3
+s; median, p10, p90. TRL runs as users call it (batches of 1,000 documents) and over the whole set at once. Its time
+includes the copy of the tokens, because its packs hold tokens, while ours point to them. Without TRL its rows are
+skipped, and the output says so.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Workload(NamedTuple):
 
 
 class System(NamedTuple):
-    """One way to pack: returns the documents of each pack."""
+    """A packing algorithm, which returns the documents of each pack."""
 
     name: str
     version: str
@@ -62,12 +63,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def workloads() -> list[Workload]:
-    found = [Workload("60,000 log-normal lengths at 4,096", synthetic_lengths(), 4096)]
+    workloads = [Workload("60,000 log-normal lengths at 4,096", synthetic_lengths(), 4096)]
     length_N = gsm8k_lengths()
     if length_N is None:
         print(f"GSM8K is left out: {DATA} or the package tokenizers is missing.")
-        return found
-    return [*found, *(Workload(f"GSM8K at {max_tokens:,}", length_N, max_tokens) for max_tokens in (4096, 8192))]
+        return workloads
+    return [*workloads, *(Workload(f"GSM8K at {max_tokens:,}", length_N, max_tokens) for max_tokens in (4096, 8192))]
 
 
 def synthetic_lengths() -> np.ndarray:
@@ -83,14 +84,14 @@ def gsm8k_lengths() -> np.ndarray | None:
         return None
     tokenizer = ByteLevelBPETokenizer(str(DATA / "gpt2_bpe" / "vocab.json"), str(DATA / "gpt2_bpe" / "merges.txt"))
     rows = [json.loads(line) for line in (DATA / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    # One more for the end-of-sequence token.
+    # Plus the end-of-sequence token.
     return np.array(
         [len(entry.ids) + 1 for entry in tokenizer.encode_batch([row["question"] + row["answer"] for row in rows])]
     )
 
 
 def systems() -> list[System]:
-    found = [
+    systems = [
         System("lightning_fastft", lightning_fastft_version(), pack_ours),
         System("sequential greedy", "", pack_greedy),
     ]
@@ -98,9 +99,9 @@ def systems() -> list[System]:
         import trl
     except ImportError as error:
         print(f"TRL is left out: {error}.")
-        return found
+        return systems
     return [
-        *found,
+        *systems,
         System("TRL bfd, batches of 1,000", trl.__version__, lambda workload: pack_trl(workload, batch_size=1000)),
         System(
             "TRL bfd, whole set",
@@ -136,7 +137,7 @@ def pack_trl(workload: Workload, *, batch_size: int) -> Sequence[Sequence[int]]:
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
-    # Each token names its document, so that the packs tell what they hold.
+    # Each token is the number of its document, so that packs show their documents.
     ids = [np.full(length, document, dtype=np.int32) for document, length in enumerate(workload.length_N.tolist())]
     data = datasets.Dataset.from_dict({"input_ids": ids})
     begin = time.perf_counter()
@@ -147,7 +148,7 @@ def pack_trl(workload: Workload, *, batch_size: int) -> Sequence[Sequence[int]]:
 
 
 class _Timed(list):
-    """Packs, and how long the packing alone took: without the data set that is built for it and read back."""
+    """Return packs and the time of packing, without building and reading the data set."""
 
     def __init__(self, packs: list[list[int]], elapsed_s: float) -> None:
         super().__init__(packs)
@@ -155,7 +156,7 @@ class _Timed(list):
 
 
 def check(workload: Workload, packs: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tokens of each pack, after a look that all documents are there once and none is cut."""
+    """Return the tokens of each pack, after checking that every document is there once and none is cut."""
     members = [list(map(int, packs[number])) for number in range(len(packs))]
     if sorted(document for documents in members for document in documents) != list(range(len(workload.length_N))):
         raise SystemExit(f"{workload.name}: documents are lost or repeated.")

@@ -2,11 +2,11 @@ r"""Compare the predictions of ``fastft plan`` with every measured step of one G
 
     python -m benchmarks.plan_error
 
-No GPU. Each row is predicted from published rates and the shares of them that kernels reach (lightning_fastft/estimate),
-with the options of its run. Three constants there come from the rows marked "used": the host time per kernel, and the
-bandwidth of element-wise operators of PyTorch and of fla-core's kernels. What a run used and the estimate does not know
-is named in the last column. The last lines count the rows within 10 %: all, those without such options, of these the
-ones not used, and of them the newest of each setting on each kind of GPU: older rows measured older code.
+No GPU. Each row is predicted from published rates and the shares of them that kernels reach
+(lightning_fastft/estimate), with the options of its run. Three constants there come from the rows marked "used": the
+host time per kernel, and the bandwidth of element-wise operators of PyTorch and of fla-core's kernels. The last column
+names options of the run that the estimate does not know. The last lines count the rows within 10 %: of all, of those without such options, of these
+without used rows, and of the newest of these for each setting and kind of GPU, because older rows measured older code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SYSTEM = re.compile(
     r"( A/A)?(, (?P<optimizer>\w+))?"
 )
 _GIB = 2**30
-# Rows that gave the constants fitted in estimate/costs.py and metering.py.
+# Rows from which the constants in estimate/costs.py and metering.py were fitted.
 USED = {
     ("2026-11-20", "qwen3-0.6b-lora, packed, labels 100%", "ours keep, adamw_8bit"),
     ("2026-11-20", "qwen3-14b-qlora, packed, labels 100%", "ours keep, adamw_8bit"),
@@ -43,19 +43,19 @@ USED = {
     ("2026-11-22", "qwen3-0.6b-lora, packed, 8192 tokens per GPU, keep+fused", "ours keep+fused"),
     ("2026-11-24", "qwen3.5-9b-usual-lora, packed, labels 100%", "ours keep+fused, adamw_fused"),
 }
-# What a run may use and the estimate does not know.
+# Options of a run that the estimate does not know.
 UNKNOWN = {"liger": "fused kernels of Liger"}
 
 
 def main() -> int:
-    """Print the table; return 1 if a row that the estimate fully knows is off by more than 10 %."""
+    """Print the table; return 1 if a row without unknown options is off by more than 10 %."""
     rows, skipped = compare_rows()
     sys.stdout.write(describe(rows, skipped) + "\n")
     return int(any(row.is_off for row in rows if not row.unknown))
 
 
 def compare_rows(path: Path = RESULTS_PATH) -> tuple[list[Row], list[str]]:
-    """Return every measured step of one GPU with its prediction, and one line for each that has none."""
+    """Return every measured step of one GPU with its prediction, and a line for each step without one."""
     rows, skipped = [], []
     for measured, peak_gib in _measured(path):
         title = f"{measured['date']} {measured['workload']}: {measured['system']}"
@@ -108,9 +108,9 @@ def describe(rows: Sequence[Row], skipped: Sequence[str]) -> str:
 
 
 def _measured(path: Path) -> Iterator[tuple[dict[str, str], float]]:
-    """Yield the row of each step of ours on one GPU, with the allocated GiB of the same run, NaN where there are none.
+    """Yield the row of each step of ours on one GPU, with the allocated GiB of the same run, NaN without them.
 
-    Those of a run from graphs contain their memory, but not in rows of ``multi_gpu``.
+    The GiB of a run from graphs include the memory of the graphs, except in rows of ``multi_gpu``.
     """
     with path.open(encoding="utf-8") as file:
         table = [row for row in csv.DictReader(file) if row["benchmark"] in BENCHMARKS]
@@ -172,7 +172,7 @@ def _predict(workload: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int) 
     is_streamed = "+stream" in parts
     buffers = int(match["buffers"] or 2)
     if kind == "auto":
-        found = plan_on(
+        planned = plan_on(
             gpu,
             cost,
             vram_budget_bytes=int(float(match["vram"]) * _GIB) if match["vram"] else None,
@@ -183,21 +183,21 @@ def _predict(workload: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int) 
     else:
         segments = [segment._replace(is_streamed=is_streamed) for segment in uniform_plan(len(cost.segments), kind)]
         if kind == "offload":
-            # As a run does, it leaves the inputs of the last layers on the device if host memory has no room for them.
+            # As in a run, the inputs of the last layers stay on the device if host memory has no room for them.
             host_bytes = float(match["host"] or DEFAULT_HOST_GIB) * _GIB
             num_hosted = min(len(segments) - 1, int(host_bytes // cost.segments[0].input_bytes))
             segments[num_hosted:] = [segment._replace(input_place="device") for segment in segments[num_hosted:]]
-        found = predict(cost, segments, machine=gpu.machine, buffers=buffers)
-    return found.step_ms, found.peak_bytes / _GIB
+        planned = predict(cost, segments, machine=gpu.machine, buffers=buffers)
+    return planned.step_ms, planned.peak_bytes / _GIB
 
 
 def _unknown(workload: str, match: re.Match[str]) -> str:
-    """Return what the run used and the estimate does not know."""
+    """Return the options of the run that the estimate does not know."""
     parts = match["parts"]
-    found = [text for part, text in UNKNOWN.items() if f"+{part}" in parts]
+    unknown = [text for part, text in UNKNOWN.items() if f"+{part}" in parts]
     if match["optimizer"] == "adamw_8bit":
-        found.append("an optimizer of one launch per tensor")
-    return "; ".join(found)
+        unknown.append("an optimizer of one launch per tensor")
+    return "; ".join(unknown)
 
 
 if __name__ == "__main__":

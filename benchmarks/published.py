@@ -7,11 +7,11 @@ r"""Compare every published figure of the three optimisations with ours, and run
     python -m benchmarks.published waits --out runs/published
 
 - ``combinations``: metadata once or in every layer, two staging buffers or one, routing by one count or by the loop
-  over experts: eight combinations of a mixture model (with two more experts functions of transformers beside them),
-  four of a dense one. Same packs, weights, adapters, optimizer and Trainer; activations offloaded. First loss,
-  gradients and their norm are those of the first combination or there is no row, and bits are equal where kernels are
-  deterministic. Two rounds, the second in the opposite order: a gain counts if it is larger than the difference between two
-  rounds of the same combination.
+  over experts: eight combinations of a mixture model (and two more experts functions of transformers),
+  four of a dense one. All have the same packs, weights, adapters, optimizer and Trainer, and offload activations. First
+  loss, gradients and their norm must be those of the first combination, with equal bits if kernels are deterministic;
+  otherwise there is no row. Two rounds, the second in the opposite order: a gain counts if it is larger than the
+  difference between two rounds of the same combination.
 - ``traditional``: batches of documents padded to the longest, transformers + PEFT without Liger, against ours on the
   same documents, on a 7B Llama.
 - ``waits``: the number of host syncs in a layer of experts and in one build of packed metadata, with the times of the
@@ -52,7 +52,7 @@ from benchmarks.ruler.measure import summarise_ms
 from benchmarks.ruler.report import read_records, render_table, result_rows
 from benchmarks.ruler.workloads import WORKLOADS
 
-# What a case that was not measured says when it is worth another try.
+# Reasons of cases that are tried again.
 UNFINISHED = ("not started", "stopped after", "its process")
 PADDED_MODES = ("padded+recompute", "padded+keep")
 # 18.6 GiB are the 20 GB of the published figure.
@@ -63,7 +63,7 @@ _KEY = ("workload", "system", "mode")
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    # A driver that is told to stop ends its processes first: SystemExit runs through every finally.
+    # On SIGTERM the driver ends its processes first: SystemExit runs every finally block.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     commands = {
         "table": _table,
@@ -84,13 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--results", type=Path, nargs="+", default=[RESULTS_PATH], help="measured rows")
     device = argparse.ArgumentParser(add_help=False)
     device.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    device.add_argument(
-        "--root", type=Path, default=Path("/dev/shm/fastft"), help="where models are built: a folder in memory"
-    )
+    device.add_argument("--root", type=Path, default=Path("/dev/shm/fastft"), help="folder of built models, in memory")
     shared = argparse.ArgumentParser(add_help=False, parents=[device])
     shared.add_argument("--out", type=Path, required=True, help="folder for raw.jsonl, log.txt, rows.csv and table.txt")
     shared.add_argument("--budget-s", type=float, default=3600.0)
-    shared.add_argument("--arm-s", type=float, default=600.0, help="most for one process")
+    shared.add_argument("--arm-s", type=float, default=600.0, help="limit of one process")
     timed = argparse.ArgumentParser(add_help=False, parents=[shared])
     timed.add_argument("--steps", type=int, default=20, help="timed steps of a case, over all rounds")
     one = commands.add_parser("combinations", parents=[timed], help="the three optimisations on and off")
@@ -99,14 +97,14 @@ def _parser() -> argparse.ArgumentParser:
         "--attention",
         default=None,
         choices=("varlen", "sdpa"),
-        help="whose metadata is built; varlen on CUDA, sdpa on a CPU",
+        help="attention whose metadata is built; default: varlen on CUDA, sdpa on a CPU",
     )
     one.add_argument("--rounds", type=int, default=2, choices=(1, 2))
-    two = commands.add_parser("traditional", parents=[timed], help="a padded loop beside ours")
+    two = commands.add_parser("traditional", parents=[timed], help="a padded loop, and ours")
     two.add_argument("--workload", default=None, help="llama-7b-lora on CUDA, tiny-llama on a CPU")
     two.add_argument("--padded-modes", nargs="+", default=list(PADDED_MODES))
     two.add_argument("--modes", nargs="+", default=list(OUR_MODES))
-    three = commands.add_parser("waits", parents=[shared], help="device queries of a layer of experts and of a mask")
+    three = commands.add_parser("waits", parents=[shared], help="host syncs of a layer of experts and of a mask")
     three.add_argument("--shapes", nargs="+", default=None, choices=tuple(moe_layer.SHAPES))
     three.add_argument("--tokens", type=int, default=None)
     three.add_argument("--runs", type=int, default=20, help="timed passes of a layer on CUDA")
@@ -171,7 +169,7 @@ def _combinations(options: argparse.Namespace) -> int:
         options.workload, "ours", "", optimizer="adamw_fused", num_warmup=NUM_WARMUP, num_steps=num_steps, diagnose=True
     )
     rounds = [modes, *([[f"{mode}#2" for mode in reversed(modes)]] if options.rounds == 2 else [])]
-    # One process for both rounds: what they are compared by is the order, and a model is loaded once.
+    # One process for both rounds, so that a model is loaded once and rounds differ only in their order.
     cases = [replace(template, mode=mode) for part in rounds for mode in part]
     _measure([cases], options, describe=describe_combinations, rows=combination_rows)
     return 0
@@ -198,19 +196,19 @@ def _measure(
     describe: Callable[..., str],
     rows: Callable[..., Any],
 ) -> None:
-    """Build the workload, run every case that has no record yet, and write rows and table whatever happens."""
+    """Build the workload, run every case without a record, and write rows and table, also after an error."""
     deadline = time.monotonic() + options.budget_s
     options.out.mkdir(parents=True, exist_ok=True)
     raw, workload = options.out / "raw.jsonl", arms[0][0].workload
     if not find_files(options.root, workload).is_built():
-        # In a process of its own: what it allocates on the device must not stay there.
+        # In a separate process, so that none of its device memory stays.
         base = ["--root", str(options.root), "--device", options.device, "--workload", workload]
         subprocess.run(
             [sys.executable, "-m", "benchmarks.published", "build", *base], check=True, timeout=options.budget_s
         )
     before = read_records(raw)
     if not any(record.get("workload") == workload for record in before):
-        # Gradients of another call are none of this one's.
+        # Do not compare with gradients of another call.
         find_files(options.root, workload).forget()
     try:
         for cases in arms:
@@ -224,10 +222,10 @@ def _measure(
         ]
         command = "python -m benchmarks.published " + " ".join(sys.argv[1:])
         new = [record for record in own if record not in before]
-        # A combination measured again in another round is a row again, of both rounds together.
+        # A combination with another round gets a new row of both rounds.
         touched = {(record["workload"], record["mode"].partition("#")[0]) for record in new}
-        told = [record for record in own if (record["workload"], record["mode"].partition("#")[0]) in touched]
-        append_rows(rows(told, command=command), path=options.out / "rows.csv")
+        merged = [record for record in own if (record["workload"], record["mode"].partition("#")[0]) in touched]
+        append_rows(rows(merged, command=command), path=options.out / "rows.csv")
         table = describe(own)
         with (options.out / "table.txt").open("a", encoding="utf-8") as file:
             file.write(table + "\n")
@@ -235,7 +233,7 @@ def _measure(
 
 
 def _run_until_done(cases: Sequence[Case], options: argparse.Namespace, *, raw: Path, deadline: float) -> None:
-    """Run the cases in one process, and those behind a case that took its process along in another."""
+    """Run the cases in one process; the cases after one that ends its process run in another."""
     left = [case for case in cases if needs_a_run(case, read_records(raw))]
     while left:
         is_last = deadline - time.monotonic() < LEAST_SECONDS
@@ -249,22 +247,22 @@ def _run_until_done(cases: Sequence[Case], options: argparse.Namespace, *, raw: 
             arm_seconds=options.arm_s,
             module="benchmarks.published",
         )
-        # The first of these is the one that its process ended in.
+        # The process ended in the first of these.
         left = [] if is_last else [case for case in left if needs_a_run(case, read_records(raw))][1:]
 
 
 def needs_a_run(case: Case, records: Sequence[dict[str, Any]]) -> bool:
-    """Whether a case was never measured, refused or failed by itself."""
-    found = [record for record in records if all(record.get(name) == getattr(case, name) for name in _KEY)]
-    return not any(not record["reason"].startswith(UNFINISHED) for record in found)
+    """Return whether a case was never measured, refused or failed by itself."""
+    own_records = [record for record in records if all(record.get(name) == getattr(case, name) for name in _KEY)]
+    return not any(not record["reason"].startswith(UNFINISHED) for record in own_records)
 
 
 def latest_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what was last said about each case."""
+    """Return the last record of each case."""
     return list({tuple(record[name] for name in _KEY): record for record in records if "mode" in record}.values())
 
 
-# Combinations: rows and what they say
+# Rows and gains of combinations
 
 
 def merge_rounds(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -274,7 +272,7 @@ def merge_rounds(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]
     merged: dict[str, dict[str, Any]] = {}
     for mode in dict.fromkeys(record["mode"].partition("#")[0] for record in records):
         rounds = [record for record in records if record["mode"].partition("#")[0] == mode]
-        # A second round that found no time takes nothing away from the first.
+        # A second round without time does not invalidate the first.
         judged = [record for record in rounds if not record["reason"].startswith(UNFINISHED)]
         refused = next((record for record in judged if record["reason"]), None)
         if refused is not None or not judged:
@@ -300,9 +298,7 @@ def merge_rounds(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def combination_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv: the ruler's, of both rounds together, and copies, backward and the spread of
-    rounds.
-    """
+    """Return rows for results.csv: the ruler's over both rounds, and copies, backward and the spread of rounds."""
     rows: list[dict[str, Any]] = []
     for mode, record in merge_rounds(records).items():
         own = result_rows([record], command=command)
@@ -338,16 +334,16 @@ def combination_rows(records: Sequence[dict[str, Any]], *, command: str) -> list
 
 
 def copy_of_layer_ms(record: dict[str, Any]) -> float | None:
-    """Return c of the published formula: what one copy back from the host takes; None where none was profiled."""
+    """Return c of the published formula, the time of one copy back from the host; None if none was profiled."""
     use = record.get("copies") or {}
     return use["h2d_ms"] / use["num_h2d"] if use.get("num_h2d") else None
 
 
 def gains(merged: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what each optimisation gains with the others on, and all of them against none.
+    """Return the gain of each optimisation with the others on, and of all against none.
 
     Args:
-        merged: Of merge_rounds, of one workload and one attention.
+        merged: Result of merge_rounds for one workload and one attention.
 
     Returns:
         "name", "gain" in per cent of steps/s, "spread" (the largest difference of two rounds of one combination; None
@@ -370,27 +366,27 @@ def gains(merged: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             best,
         ),
     ]
-    found = []
+    results = []
     for name, off, on in pairs:
         if off in timed and on in timed and off != on:
             spreads = [timed[one]["spread"] for one in (off, on)]
-            found.append(
+            results.append(
                 {
                     "name": name,
                     "gain": (timed[off]["summary"]["median"] / timed[on]["summary"]["median"] - 1) * 100,
                     "spread": None if None in spreads else max(spreads),
-                    # On a CPU nothing is waited for, which says nothing about a GPU.
+                    # The zero waits of a CPU are no statement about a GPU.
                     "waits": tuple(
                         timed[one].get("host_waits") if "device" in timed[one]["versions"] else None
                         for one in (off, on)
                     ),
                 }
             )
-    return found
+    return results
 
 
 def state_gain(gain: dict[str, Any]) -> str:
-    """Return a gain in one plain sentence, with what two rounds of one combination differ by.
+    """Return a gain in one sentence, with the difference of two rounds of one combination.
 
     Example:
         >>> state_gain({"name": "metadata once", "gain": 0.2, "spread": 0.5, "waits": (0, 0)})
@@ -407,7 +403,7 @@ def state_gain(gain: dict[str, Any]) -> str:
 
 
 def describe_combinations(records: Sequence[dict[str, Any]]) -> str:
-    """Return one line for each combination, then what every optimisation gains, plainly."""
+    """Return one line for each combination, then the gain of every optimisation."""
     merged = merge_rounds(records)
     workload = records[0]["workload"] if records else ""
     lines = [
@@ -416,26 +412,26 @@ def describe_combinations(records: Sequence[dict[str, Any]]) -> str:
     ]
     for mode, record in merged.items():
         lines.append(f"  {mode:<30} " + (f"no row: {record['reason'][:300]}" if record["reason"] else _figures(record)))
-    told = gains(merged)
-    lines += [f"  {state_gain(gain)}" for gain in told]
+    results = gains(merged)
+    lines += [f"  {state_gain(gain)}" for gain in results]
     lines += [f"  {line}" for line in _formula(merged)]
-    if not told:
-        lines.append("  no gain can be said: all on, or what it is compared with, was not measured")
+    if not results:
+        lines.append("  no gain: the combination with all on, or the one to compare it with, was not measured")
     return "\n".join(lines)
 
 
 def _figures(record: dict[str, Any]) -> str:
     summary, bits = record["summary"], record.get("bits", {})
-    told = f"{bits['num_equal']}/{bits['num_tensors']}" if "num_tensors" in bits else "not promised"
+    text = f"{bits['num_equal']}/{bits['num_tensors']}" if "num_tensors" in bits else "not promised"
     return (
         f"{summary['median']:.1f} [{summary['p10']:.1f}, {summary['p90']:.1f}] n={summary['n']}, "
         f"{record['tokens_per_s']:.0f}, "
-        f"{record['peak_gib']['allocated']:.2f}, {record.get('host_waits', '-')}, {told}"
+        f"{record['peak_gib']['allocated']:.2f}, {record.get('host_waits', '-')}, {text}"
     )
 
 
 def _formula(merged: dict[str, dict[str, Any]]) -> list[str]:
-    """(L-1)*min(c, g) of one staging buffer with all else on, beside what two of them save."""
+    """Return (L-1)*min(c, g) of one staging buffer with all else on, and the time that two buffers save."""
     timed = {parse_combination(mode): record for mode, record in merged.items() if not record["reason"]}
     best = next((one for one in timed if one.is_all_on), None)
     single = None if best is None else timed.get(best._replace(buffers="one"))
@@ -451,7 +447,7 @@ def _formula(merged: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-# The padded loop: rows and what they say
+# Rows and gains of the padded loop
 
 
 def traditional_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
@@ -477,7 +473,7 @@ def describe_traditional(records: Sequence[dict[str, Any]]) -> str:
     for record in timed:
         if base is not None and record["system"] == "ours":
             before, after = base["peak_gib"]["allocated"], record["peak_gib"]["allocated"]
-            # On a CPU nothing is known of memory.
+            # Memory is not measured on a CPU.
             memory = f", {before:.1f} -> {after:.1f} GiB ({after / before - 1:+.0%})" if before else ""
             lines.append(
                 f"  {record['title']}: {record['tokens_per_s'] / base['tokens_per_s']:.2f}x the real tokens/s of the "

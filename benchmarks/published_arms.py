@@ -1,9 +1,9 @@
 """Run the three optimisations on and off, in the processes of ``benchmarks.published combinations``.
 
-Recorder, gradient check and clock are the ruler's (benchmarks/ruler/cases.py). The name of a combination lists its parts:
-"once" or "every" layer builds the packed metadata, "two" or "one" staging buffer, routing by "bincount"
+Recorder, gradient check and clock are the ruler's (benchmarks/ruler/cases.py). The name of a combination lists its
+parts: "once" or "every" layer builds the packed metadata, "two" or "one" staging buffer, routing by "bincount"
 (BincountRouter), the "loop" of transformers (its eager form), the "published" loop or transformers' own "grouped"
-products ("dense" where there is none), and the attention whose metadata it is.
+products ("dense" for a dense model), and the attention whose metadata is built.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 
-# A case that is slow by nature (a loop over 128 experts) is timed for this long and its row says how many steps that
-# were.
+# Limit of the timed steps of a slow case (a loop over 128 experts); its row has the number of steps.
 CASE_SECONDS = 12.0
 LEAST_STEPS = 5
-# Host memory of the offload, in GiB: inputs of all layers of the largest workload at 8,192 tokens take 2.3.
+# Host memory for offload, in GiB; inputs of all layers of the largest workload at 8,192 tokens take 2.3.
 HOST_GIB = 8
-# How the attention's metadata is built again: in transformers' way, host waits included, or by the published baseline's
-# loop over documents.
+# Builders of the attention's metadata: transformers' own, with host syncs, or the published baseline's loop over
+# documents.
 REBUILDS = {"varlen": "varlen/every-layer", "sdpa": "sdpa/every-layer-loop"}
 BUILD_KINDS = {"varlen": "varlen", "sdpa": "dense_mask"}
 BUFFERS = {"two": "offload", "one": "offload1"}
@@ -69,12 +68,12 @@ class Combination(NamedTuple):
 
     @property
     def is_all_on(self) -> bool:
-        """Whether nothing is switched off."""
+        """Whether all optimisations are on."""
         return (self.metadata, self.buffers) == ("once", "two") and self.routing in ("bincount", "dense")
 
 
 def parse_combination(mode: str) -> Combination:
-    """Return the combination of a mode; what follows "#" numbers its round.
+    """Return the combination of a mode; a "#" precedes the number of its round.
 
     Raises:
         ValueError: There is no such combination.
@@ -100,11 +99,11 @@ def all_combinations(workload: Workload, *, attention: str) -> list[Combination]
         ['every+one+dense+sdpa', 'once+two+dense+sdpa']
     """
     if not workload.num_experts:
-        found = [
+        combinations = [
             Combination(*parts, "dense", attention) for parts in itertools.product(("every", "once"), ("one", "two"))
         ]
-        return [found[0], found[-1], *found[1:-1]]
-    # The two ends say the most and loops take longest: what is left out where time is short stands last.
+        return [combinations[0], combinations[-1], *combinations[1:-1]]
+    # The most informative combinations come first and slow loops last, in case time runs out.
     switches = (
         ("every", "one", "loop"),
         ("once", "two", "bincount"),
@@ -117,29 +116,27 @@ def all_combinations(workload: Workload, *, attention: str) -> list[Combination]
 
 
 class PublishedFiles(WorkloadFiles):
-    """A built workload whose reference gradients are those of this benchmark, beside the ruler's."""
+    """A built workload with reference gradients of this benchmark, separate from the ruler's."""
 
     def reference(self, share: float) -> Path:
-        """Where the first case leaves its gradients."""
+        """Return the file for the gradients of the first case."""
         return self.folder / f"published_gradients_{share:g}.safetensors"
 
     def bits(self, combination: Combination) -> Path:
-        """Where gradients by deterministic kernels lie, for the combinations that must have the same."""
+        """Return the file for gradients by deterministic kernels, for combinations that must have the same."""
         return self.folder / f"published_bits_{combination.routing}_{combination.attention}.safetensors"
 
     def forget(self) -> None:
-        """Remove what earlier runs left to compare with."""
+        """Remove the reference gradients of earlier runs."""
         for path in self.folder.glob("published_*"):
             path.unlink()
 
 
 class BriefRecorder(CaseRecorder):
-    """The ruler's recorder, for as many timed steps as CASE_SECONDS hold; the loss of the first step must be the
-    reference's too.
-    """
+    """The ruler's recorder with a limit of CASE_SECONDS; the loss of the first step must also be the reference's."""
 
     def backward_done(self, model: torch.nn.Module, *, loss: torch.Tensor | None = None) -> None:
-        """Judge gradients as the ruler does, and the first loss and the norm of all first gradients beside them."""
+        """Judge gradients as the ruler does, and also the first loss and the norm of all first gradients."""
         is_first = self.step == 0
         super().backward_done(model, loss=loss)
         if not is_first:
@@ -149,18 +146,16 @@ class BriefRecorder(CaseRecorder):
             for parameter in judging.trainable_adapters(model).values()
             if parameter.grad is not None
         ]
-        found = {"loss": self.record["first_loss"], "gradient_norm": float(torch.stack(norms).norm())}
-        self.record["gradient_norm"] = found["gradient_norm"]
+        measured = {"loss": self.record["first_loss"], "gradient_norm": float(torch.stack(norms).norm())}
+        self.record["gradient_norm"] = measured["gradient_norm"]
         path = self._files.folder / FIRST_STEP
         if self._is_reference:
-            path.write_text(json.dumps(found))
+            path.write_text(json.dumps(measured))
         elif path.exists():
-            self.refuse(first_step_difference(found, json.loads(path.read_text())))
+            self.refuse(first_step_difference(measured, json.loads(path.read_text())))
 
     def refuse(self, reason: str) -> None:
-        """Give the case no row, for this reason; it is timed for the raw log all the same. An empty reason
-        changes nothing.
-        """
+        """Give the case no row, for this reason; it is still timed for the raw log. No-op for an empty reason."""
         if reason and self.verdict is not None and self.verdict.passed:
             self.verdict = replace(self.verdict, passed=False, reason=reason)
             self.record["verdict"] = self.verdict.to_dict()
@@ -172,12 +167,12 @@ class BriefRecorder(CaseRecorder):
             self._num_timed = min(self._num_timed, max(LEAST_STEPS, int(CASE_SECONDS * 1e3 / step_ms)))
 
 
-def first_step_difference(found: dict[str, float], reference: dict[str, float]) -> str:
-    """Return in what loss or gradient norm of the first step differ from the reference; empty where they agree."""
-    loss = abs(found["loss"] / reference["loss"] - 1)
+def first_step_difference(measured: dict[str, float], reference: dict[str, float]) -> str:
+    """Return how loss or gradient norm of the first step differ from the reference; empty if they agree."""
+    loss = abs(measured["loss"] / reference["loss"] - 1)
     if not loss <= LOSS_TOLERANCE:
         return f"the loss of its first step is {loss:.2e} from the reference's, {LOSS_TOLERANCE:g} is allowed"
-    norm = abs(found["gradient_norm"] / reference["gradient_norm"] - 1)
+    norm = abs(measured["gradient_norm"] / reference["gradient_norm"] - 1)
     if not norm <= judging.MAX_NORM_ERROR:
         return (
             f"the norm of its first gradients is {norm:.2%} from the reference's, {judging.MAX_NORM_ERROR:.0%} is "
@@ -190,15 +185,15 @@ def first_step_difference(found: dict[str, float], reference: dict[str, float]) 
 
 
 class CombinationCallback(ours.MeasuringCallback):
-    """Put the two switches that are no callback in place, compare bits before the first step, and check that each
-    switch did what it says.
+    """Set the two switches that are not callbacks, compare bits before the first step, and check the effect of each
+    switch.
 
     Args:
-        combination: What is on.
-        recorder: Of the case.
-        files: Of the workload.
+        combination: The switches.
+        recorder: Recorder of the case.
+        files: Files of the workload.
         adapter: The ruler's adapter values.
-        mode: Of the activations.
+        mode: Mode of the activations.
         is_cuda: Whether steps run on a GPU.
     """
 
@@ -215,12 +210,12 @@ class CombinationCallback(ours.MeasuringCallback):
         super().__init__(recorder, adapter=adapter, mode=mode, is_cuda=is_cuda)
         self._combination, self._files, self._brief = combination, files, recorder
         self._backward = StepClock(is_cuda=is_cuda)
-        # Copies are profiled where the formula of two buffers is looked at: all else on, in the first round.
+        # Copies are profiled for the formula of two buffers: with all else on, in the first round.
         is_profiled = combination._replace(buffers="two").is_all_on and "#" not in recorder.case.mode
         self._profile = CopyProfile(is_cuda=is_cuda and is_profiled)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Set the experts function and what builds metadata again, after everything else is in place."""
+        """Set the experts function and the builder of metadata, after all other changes."""
         super().on_train_start(trainer, pl_module)
         model: Any = find_causal_models(pl_module.model)[0][1]
         if self._combination.routing in ROUTINGS:
@@ -240,7 +235,7 @@ class CombinationCallback(ours.MeasuringCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: PackedBatch, batch_idx: int) -> None:
         """Compare gradients bit by bit, before the first step of the first round."""
         if self._brief.step == 0 and "#" not in self._brief.case.mode:
-            # The strategy sets it when the step begins.
+            # The strategy sets it at the start of a step.
             batch.context.attention_backend = self._combination.attention
             self._brief.record["bits"] = compare_bits(pl_module, batch, self._files.bits(self._combination))
             if self._is_cuda:
@@ -248,18 +243,18 @@ class CombinationCallback(ours.MeasuringCallback):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: torch.Tensor) -> None:
-        """The backward begins."""
+        """Mark the start of the backward."""
         super().on_before_backward(trainer, pl_module, loss)
         self._mark()
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-        """The backward ends."""
+        """Mark the end of the backward."""
         self._mark()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int
     ) -> None:
-        """Refuse a case that did not do what its name says; note the end of a step."""
+        """Refuse a case without the effect of its name; record the end of a step."""
         if self._brief.step == 0:
             bits = self._brief.record.get("bits", {})
             self._brief.refuse(bits.get("reason", ""))
@@ -275,13 +270,13 @@ class CombinationCallback(ours.MeasuringCallback):
             self._backward.mark()
 
     def _misnomer(self, pl_module: Any, batch: PackedBatch) -> str:
-        """Return which switch did not do what the combination says; empty where all did."""
+        """Return the switch that had not the effect of the combination; empty if all had."""
         wanted, context = self._combination, batch.context
         kind = BUILD_KINDS[wanted.attention]
-        found, expected = context.num_builds.get(kind, 0), 1 if wanted.metadata == "once" else context.num_reads
-        if found != expected or set(context.reads) != {wanted.attention}:
+        num_builds, expected = context.num_builds.get(kind, 0), 1 if wanted.metadata == "once" else context.num_reads
+        if num_builds != expected or set(context.reads) != {wanted.attention}:
             return (
-                f"{kind} was built {found} times in {context.num_reads} attention calls by "
+                f"{kind} was built {num_builds} times in {context.num_reads} attention calls by "
                 f"{dict(context.reads)}, expected {expected}"
             )
         engine = self._checkpointing.stacks[-1].engine
@@ -296,28 +291,28 @@ class CombinationCallback(ours.MeasuringCallback):
 
 
 def compare_bits(tuner: FineTuner, batch: PackedBatch, path: Path) -> dict[str, Any]:
-    """Compare the gradients of one batch by deterministic kernels with those of the combination that came first, and
-    with themselves.
+    """Compare the gradients of one batch by deterministic kernels with those of the first combination, and with a
+    repetition.
 
-    Bits are promised where the same kernels run and give the same bits twice: then a difference is a fault.
+    If the same kernels run and repeat their bits, bits are promised: then a difference is a fault.
 
     Args:
-        tuner: Before a step.
-        batch: On the device.
-        path: Gradients of the first combination with this routing and attention; written where there are none.
+        tuner: The tuner before a step.
+        batch: A batch on the device.
+        path: Gradients of the first combination with this routing and attention; written if missing.
 
     Returns:
-        "is_promised", "num_equal" of "num_tensors", and "reason" where a promise is broken.
+        "is_promised", "num_equal" of "num_tensors", and "reason" if a promise is broken.
     """
     try:
         with deterministic():
             gradients, again = _gradients(tuner, batch), _gradients(tuner, batch)
     except RuntimeError as error:
-        # A kernel of another library without a deterministic form.
+        # A kernel of another library has no deterministic form.
         if "deterministic" not in str(error):
             raise
         return {"is_promised": False, "why": str(error)[:200]}
-    # Masks of these passes are no part of the step that follows.
+    # Masks of these passes must not be used in the next step.
     batch.context._built.clear()
     batch.context.num_builds.clear()
     batch.context.reads.clear()
@@ -328,16 +323,16 @@ def compare_bits(tuner: FineTuner, batch: PackedBatch, path: Path) -> dict[str, 
         return {"is_promised": is_repeatable, "num_equal": len(gradients), "num_tensors": len(gradients)}
     first = judging.load_gradients(path)
     num_equal = sum(name in gradients and torch.equal(gradients[name], first[name]) for name in first)
-    found: dict[str, Any] = {"is_promised": is_repeatable, "num_equal": num_equal, "num_tensors": len(first)}
+    result: dict[str, Any] = {"is_promised": is_repeatable, "num_equal": num_equal, "num_tensors": len(first)}
     if is_repeatable and num_equal != len(first):
-        found["reason"] = (
+        result["reason"] = (
             f"{len(first) - num_equal} of {len(first)} gradients are not those of the first combination to the bit"
         )
-    return found
+    return result
 
 
 def run_combinations(cases: Sequence[Case], *, files: PublishedFiles, log: CaseLog, device: str) -> None:
-    """Run combinations on one loaded model; the first that passes leaves the reference."""
+    """Run combinations on one loaded model; the first that passes writes the reference."""
     is_cuda, packs, adapter = device == "cuda", files.read_packs(), files.read_adapter()
     held: dict[str, FineTuner] = {}
 
@@ -352,7 +347,7 @@ def run_combinations(cases: Sequence[Case], *, files: PublishedFiles, log: CaseL
         is_reference = not files.reference(case.label_share).exists()
         recorder = BriefRecorder(case, files=files, packs=packs, is_cuda=is_cuda, is_reference=is_reference)
         if "error" in run_case(recorder, body, log=log):
-            # Whatever a failed fit left behind is not trusted.
+            # Do not reuse the state that a failed fit left.
             held.clear()
             gc.collect()
 
@@ -377,7 +372,7 @@ def fit(
     callbacks: Sequence[Any],
     is_cuda: bool,
 ) -> None:
-    """Train with the public parts until the recorder says stop."""
+    """Train with the public parts until the recorder ends."""
     num_steps = recorder.num_total + measure.num_extra_steps
     trainer: Any = ours.make_trainer(strategy, measure, max_steps=num_steps, is_cuda=is_cuda)
     trainer.callbacks.extend(callbacks)

@@ -46,8 +46,8 @@ class Padding(NamedTuple):
 
     Args:
         batch_size: Documents in a batch.
-        longest: Tokens after which a document is cut, as trainers do.
-        pack_tokens: What a pack holds where ours may fill it.
+        longest: Tokens after which a document is cut, as in trainers.
+        pack_tokens: Tokens of a pack if ours fills packs.
     """
 
     batch_size: int
@@ -55,7 +55,7 @@ class Padding(NamedTuple):
     pack_tokens: int
 
 
-# A 7B Llama, and its stand-in for CPU runs: not in the ruler, whose workloads are packed for every system.
+# A 7B Llama, and a small one for CPU runs. They are not in the ruler, whose workloads are packed for every system.
 TRADITIONAL = {
     "llama-7b-lora": (Workload("llama-7b-lora", "llama", _LLAMA_7B, None), Padding(8, 2048, 8192)),
     "tiny-llama": (
@@ -76,7 +76,7 @@ TRADITIONAL = {
 
 
 def read_documents(workload: Workload, *, longest: int) -> list[np.ndarray]:
-    """Return token ids of the stored list's documents, cut as trainers cut them."""
+    """Return token ids of the stored list's documents, cut as in trainers."""
     lengths = [min(longest, max(2, length // workload.length_divisor)) for length in read_lengths()["lengths"]]
     highest = min(int(workload.model_config["vocab_size"]), TOKENIZER_WORDS)
     return [
@@ -86,10 +86,9 @@ def read_documents(workload: Workload, *, longest: int) -> list[np.ndarray]:
 
 
 def group_documents(documents: Sequence[np.ndarray], padding: Padding, *, is_filled: bool) -> Iterator[Pack]:
-    """Yield the documents of one step after the other, in their order: batches of as many, or packs of as many tokens
-    as fit.
+    """Yield the documents of each step in order: batches of equal size, or packs with as many tokens as fit.
 
-    The first step has the documents of the first batch in both cases: it is the one that is judged.
+    The first step, which is judged, has the documents of the first batch in both cases.
     """
     group: list[np.ndarray] = []
     is_first = True
@@ -164,7 +163,7 @@ def run_padded(cases: Sequence[Case], *, files: PublishedFiles, log: CaseLog, de
 def _train_padded(
     model: Any, recorder: CaseRecorder, *, make_batch: Callable[[Pack], dict[str, torch.Tensor]], device: str
 ) -> None:
-    # Collated before the loop, as workers of a data loader would.
+    # Collated before the loop, as by workers of a data loader.
     rows = [make_batch(recorder.pack_at(step)) for step in range(recorder.num_total)]
     real = sum(int(row["attention_mask"].sum()) for row in rows)
     recorder.record["real_share"] = real / sum(row["input_ids"].numel() for row in rows)
@@ -201,5 +200,5 @@ def run_packed(cases: Sequence[Case], *, files: PublishedFiles, log: CaseLog, de
         groups = list(group_documents(documents, padding, is_filled=case.mode.endswith("@full")))
         recorder = BriefRecorder(case, files=files, packs=groups, is_cuda=is_cuda)
         if "error" in run_case(recorder, body, log=log):
-            # Whatever a failed fit left behind is not trusted.
+            # Do not reuse the state that a failed fit left.
             held.clear()

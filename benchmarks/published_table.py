@@ -18,7 +18,7 @@ ARTICLE = "https://www.unsloth.ai/blog/nvidia-collab"
 METADATA_SOURCE = f"{ARTICLE}; unslothai/unsloth#4243"
 BUFFERS_SOURCE = f"{ARTICLE}; unslothai/unsloth-zoo#534"
 ROUTING_SOURCE = f"{ARTICLE}; unslothai/unsloth-zoo#535"
-# The article's title and first part have the speed and what is compared; the copy at hand ends before its figures of
+# The title and first part of the article have the speed and the compared systems; the copy ends before its figures of
 # memory.
 TRADITIONAL_SOURCE = (
     "https://www.bedda.tech/blog/2026-05-07-llm-training-optimization-unsloth-vs-traditional-nvidia-training-2x-speed-gains-deep-dive-100115 "
@@ -26,7 +26,7 @@ TRADITIONAL_SOURCE = (
 )
 # TRL's page says 80 %; its page of release 0.21 said 70 %.
 LESS_MEMORY_SOURCE = "https://huggingface.co/docs/trl/unsloth_integration"
-# Published: (L-1)*m, what was observed (ms), for the models whose gain is in packed_metadata.PUBLISHED.
+# Published: (L-1)*m and the observed difference (ms), for the models in packed_metadata.PUBLISHED.
 PUBLISHED_FORMULA_MS = {"llama-3.2-1b-lora": (205.5, 199), "qwen3-0.6b-lora": (369.9, 319)}
 PUBLISHED_SAVED_MS = (207, 279)
 PUBLISHED_ROUTING = {"forward": 23, "backward": 13}
@@ -39,8 +39,8 @@ PUBLISHED_LESS_MEMORY = 80
 DENSE, MIXTURE = "qwen3-0.6b-lora", "qwen3-30b-a3b-12l-lora"
 NOT_MEASURED = "not measured"
 GB_PER_GIB = 2**30 / 1e9
-# Per cent: a gain below the first is none, whatever the spread says; a spread above the second says nothing of a small
-# gain.
+# Per cent: a gain below the first counts as none for any spread; with a spread above the second a small gain is
+# unknown.
 NEAR_ZERO, STEADY = 0.5, 2.0
 
 
@@ -55,11 +55,11 @@ class Figure(NamedTuple):
     """One published figure.
 
     Args:
-        topic: Which optimisation it is of.
-        claim: What is published.
-        source: Where.
-        find: Ours from the rows; None where a row is missing.
-        command: What measures ours.
+        topic: The optimisation.
+        claim: The published figure.
+        source: Its source.
+        find: Computes our figure from the rows; returns None if a row is missing.
+        command: The command that measures ours.
     """
 
     topic: str
@@ -70,18 +70,18 @@ class Figure(NamedTuple):
 
 
 class Rows:
-    """Rows of results files that were measured on a GPU; what was measured last counts.
+    """Rows of results files that were measured on a GPU, of which the last one counts.
 
     Args:
-        rows: Oldest first.
+        rows: Rows, oldest first.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = [row for row in rows if row["device"] not in ("", "cpu")]
 
     def last(self, benchmark: str, workload: str, system: str, metric: str, *, of_run: Row | None = None) -> Row | None:
-        """Return the row measured last whose columns are these, workload by its beginning; of the same run as
-        another row where one is given.
+        """Return the last row with these columns and a workload with this prefix; of the same run as another row, if
+        given.
         """
         for row in reversed(self._rows):
             is_wanted = (row["benchmark"], row["system"], row["metric"]) == (benchmark, system, metric) and row[
@@ -94,25 +94,23 @@ class Rows:
         return None
 
     def all(self, benchmark: str, workload: str, systems: Sequence[str], metric: str) -> tuple[Row, ...] | None:
-        """Return the last row of every system, of one run where the first system's run has them all; None where
-        one is missing.
-        """
+        """Return the last row of every system, of one run if the first one's has them all; None if one is missing."""
         first = self.last(benchmark, workload, systems[0], metric)
         if first is None:
             return None
-        found = [first]
+        selected = [first]
         for system in systems[1:]:
             row = self.last(benchmark, workload, system, metric, of_run=first) or self.last(
                 benchmark, first["workload"], system, metric
             )
             if row is None or row["device"] != first["device"]:
                 return None
-            found.append(row)
-        return tuple(found)
+            selected.append(row)
+        return tuple(selected)
 
 
 def read_rows(paths: Sequence[Path]) -> Rows:
-    """Return the rows of results files, one behind the other."""
+    """Return the rows of results files, one after the other."""
     rows: list[Row] = []
     for path in paths:
         with path.open(newline="", encoding="utf-8") as file:
@@ -125,11 +123,11 @@ def _value(row: Row) -> float:
 
 
 def judge_gain(gain: float, spread: float) -> str:
-    """Return in words whether a gain is one.
+    """Describe whether a gain is significant.
 
     Args:
-        gain: In per cent.
-        spread: What two rounds of one combination differ by, in per cent.
+        gain: Gain in per cent.
+        spread: Difference of two rounds of one combination, in per cent.
 
     Example:
         >>> judge_gain(0.2, 0.4)
@@ -150,12 +148,13 @@ def _gain(off: Row, on: Row) -> str:
 
 def _build_time(rows: Rows) -> Found | None:
     systems = ("dense, loop over documents", "dense, transformers", "dense, ours")
-    found = rows.all("packed_metadata", "8192 tokens", systems, "one build")
-    if found is None:
+    builds = rows.all("packed_metadata", "8192 tokens", systems, "one build")
+    if builds is None:
         return None
-    loop, library, own = (f"{_value(row):.2f}" for row in found)
+    loop, library, own = (f"{_value(row):.2f}" for row in builds)
     return Found(
-        f"{loop} ms by such a loop, {library} by transformers' functions, {own} by ours ({found[0]['workload']})", found
+        f"{loop} ms by such a loop, {library} by transformers' functions, {own} by ours ({builds[0]['workload']})",
+        builds,
     )
 
 
@@ -178,7 +177,7 @@ def _metadata_gain(workload: str) -> Callable[[Rows], Found | None]:
                 f"{', '.join(gained)}"
             )
             parts[-1] += f" ({saved:.1f} ms a step)"
-        # A build of the same loop on the same machine.
+        # A build by the same loop on the same machine.
         build = rows.last("packed_metadata", "8192 tokens", "dense, loop over documents", "one build")
         if build is not None and build["device"] == used[0]["device"]:
             num_layers = int(WORKLOADS[workload].model_config["num_hidden_layers"])
@@ -282,7 +281,7 @@ def _layer_waits(rows: Rows) -> Found | None:
     parts: list[str] = []
     used: list[Row] = []
     for shape in ("qwen3-30b-a3b", "gpt-oss-20b"):
-        told = []
+        sentences = []
         for system in ("eager", "published", "ours"):
             counts = [
                 rows.last("published waits", f"a layer of {shape},", system, f"host waits, {part}")
@@ -290,17 +289,19 @@ def _layer_waits(rows: Rows) -> Found | None:
             ]
             if None not in counts:
                 used += [row for row in counts if row is not None]
-                told.append(f"{system} {' / '.join(row['value'] for row in counts if row is not None)}")
-        if told:
-            parts.append(f"{shape}, forward / backward: {', '.join(told)}")
+                sentences.append(f"{system} {' / '.join(row['value'] for row in counts if row is not None)}")
+        if sentences:
+            parts.append(f"{shape}, forward / backward: {', '.join(sentences)}")
     return Found("; ".join(parts), tuple(used)) if parts else None
 
 
 def _mask_waits(rows: Rows) -> Found | None:
     kinds = ("dense, loop over documents", "varlen, transformers", "dense, ours", "varlen, ours")
-    found = rows.all("published waits", "", kinds, "host waits, one build")
+    selected = rows.all("published waits", "", kinds, "host waits, one build")
     return (
-        None if found is None else Found(", ".join(f"{kind}: {row['value']}" for kind, row in zip(kinds, found)), found)
+        None
+        if selected is None
+        else Found(", ".join(f"{kind}: {row['value']}" for kind, row in zip(kinds, selected)), selected)
     )
 
 
@@ -446,12 +447,12 @@ def render(rows: Rows) -> str:
     commands: dict[str, int] = {}
     lines = ["| optimisation | published | source | ours | GPU, date | command |", "|---|---|---|---|---|---|"]
     for figure in figures():
-        found = figure.find(rows)
-        used = [] if found is None else found.rows
+        result = figure.find(rows)
+        used = [] if result is None else result.rows
         devices = ", ".join(dict.fromkeys(f"{row['device']}, {row['date']}" for row in used))
-        told = dict.fromkeys(row["command"] for row in used) if found is not None else {figure.command: None}
-        numbers = ", ".join(f"[{commands.setdefault(command, len(commands) + 1)}]" for command in told)
-        ours = NOT_MEASURED if found is None else found.text
+        own_commands = dict.fromkeys(row["command"] for row in used) if result is not None else {figure.command: None}
+        numbers = ", ".join(f"[{commands.setdefault(command, len(commands) + 1)}]" for command in own_commands)
+        ours = NOT_MEASURED if result is None else result.text
         cells = (figure.topic, figure.claim, figure.source, ours, devices, numbers)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", "Commands of the rows, or, if nothing is measured, of the measurement:", ""]

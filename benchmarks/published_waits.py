@@ -23,12 +23,12 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.monitor.report.waits import WaitRecorder
 from lightning_fastft.packing.collate import Document, collate
 
-# fp8 has other gradients, and the published layers are in bf16.
+# The published layers are in bf16, and fp8 has other gradients.
 ARMS = tuple(arm for arm in moe_layer.ARMS if "fp8" not in arm)
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Count the waits of masks, then of layers, and write every count as it comes."""
+    """Count the host syncs of masks, then of layers, and write every count at once."""
     is_cuda = options.device == "cuda"
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.budget_s
@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def _wait_row(workload: str, system: str, part: str, count: int | str, *, command: str) -> dict[str, Any]:
-    found = versions()
+    packages = versions()
     return {
         "benchmark": "published waits",
         "workload": workload,
@@ -100,15 +100,15 @@ def _wait_row(workload: str, system: str, part: str, count: int | str, *, comman
         "n": 1,
         "unit": "per build" if part == "one build" else "per pass",
         "command": command,
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
         "version": "; ".join(
-            f"{name} {found[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in found
+            f"{name} {packages[name]}" for name in ("lightning_fastft", "torch", "transformers") if name in packages
         ),
     }
 
 
 def build_waits(num_tokens: int, *, device: str) -> dict[str, int | str]:
-    """Return how often the host waits in one build of each kind of metadata; the reason where one cannot be built."""
+    """Return the host syncs in one build of each kind of metadata, or the reason if it cannot be built."""
     (lengths,) = plan_packs(
         [max(2, length * num_tokens // 8192) for length in read_lengths()["lengths"]],
         max_tokens=num_tokens,
@@ -117,21 +117,21 @@ def build_waits(num_tokens: int, *, device: str) -> dict[str, int | str]:
     pack = Pack(input_id_T=torch.ones(num_tokens, dtype=torch.int64).numpy(), lengths=lengths)
     context = collate([Document(ids, labels) for ids, labels in pack.documents(1.0)]).to(device).context
     builders = _builders(context, base_dtype(is_cuda=device == "cuda"))
-    # It is compiled for a minute and has no part in what is published.
+    # It compiles for a minute and is not in the published figures.
     builders.pop("block mask, transformers")
-    found: dict[str, int | str] = {}
+    counts: dict[str, int | str] = {}
     for kind, build_one in {**builders, "varlen, ours": context.varlen}.items():
         try:
-            # Once before: what is made on a first call is none of the build's.
+            # Once before, because allocations of a first call do not count.
             build_one()
-            found[kind] = count_waits(build_one, device=device)
+            counts[kind] = count_waits(build_one, device=device)
         except case_failures() as error:
-            found[kind] = f"no row: {type(error).__name__}: {str(error)[:200]}"
-    return found
+            counts[kind] = f"no row: {type(error).__name__}: {str(error)[:200]}"
+    return counts
 
 
 def layer_waits(cases: Sequence[moe_layer.Case], *, write: Callable[[dict[str, Any]], None]) -> None:
-    """Count, on a CPU, the waits of one layer in every arm, after its results were compared with the eager form."""
+    """Count, on a CPU, the host syncs of one layer in every arm, after comparing its results with the eager form."""
     first = cases[0]
     inputs, _ = moe_layer.make_inputs(first.shape, num_tokens=first.num_tokens, load=first.load, device="cpu")
     truth = moe_layer._truth(first, inputs, device="cpu")
@@ -165,9 +165,7 @@ def _pop_backward(layer: moe_layer.Layer, outputs: list[torch.Tensor]) -> None:
 
 
 def count_waits(work: Callable[[], object], *, device: str) -> int:
-    """Return how often the host waits for the device in a piece of work; on a CPU, how often it would if the
-    tensors lay on a GPU.
-    """
+    """Return the host syncs of some work; on a CPU, those that it would have with its tensors on a GPU."""
     if device == "cuda":
         with HostWaits(is_cuda=True) as waits:
             work()

@@ -3,14 +3,14 @@ r"""Fine-tune one small model on real text by four systems: validation loss and 
     python -m benchmarks.quality --data ../shared/data/gsm8k --tokenizer ../shared/data/gpt2_bpe --out runs/quality
 
 A Qwen3 of 50 million weights is trained from scratch on the text of every second row of GSM8K. Then every system
-fine-tunes it with LoRA on the other rows, the loss on their answers, for a whole epoch, once per seed. A seed draws the adapters and the
-order of the documents, so that all systems start from the same numbers and train the same packs with the same optimizer
-(AdamW, 32 bits), constant learning rate and clipping. Packs are full: the last document of a pack is cut. Each system
-runs at its fastest setting, in a process of its own, by the ruler's arms (benchmarks/ruler/arms). Adapters are copied
-while it trains; the time of the copies is not counted, compilation and recordings are. Afterwards plain transformers +
+fine-tunes it with LoRA on the answers of the other rows, for a whole epoch, once per seed. A seed draws the adapters
+and the order of the documents, so that all systems start from the same numbers and train the same packs with the same
+optimizer (AdamW, 32 bits), constant learning rate and clipping. Packs are full: the last document of a pack is cut.
+Each system runs at its fastest setting, in its own process, by the ruler's arms (benchmarks/ruler/arms). Adapters are
+copied during training; this time does not count, while compilation and recordings do. Afterwards plain transformers +
 PEFT evaluates all copies on the test set: mean loss of the answer's tokens, and the share of rows whose final number is
-predicted token by token, given the worked solution. A model of this size solves no problem alone, so that answers which
-it would generate say nothing.
+predicted token by token, given the worked solution. A model of this size solves no problem alone, so generated answers
+would not be informative.
 
 In OUT: raw.jsonl, log.txt, curves.csv, quality.svg, rows.csv (columns of results.csv: the end of each curve).
 """
@@ -40,7 +40,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
 
 if sys.argv[1:2] == ["arm"] and '"system": "unsloth"' in " ".join(sys.argv):
-    # It patches torch and transformers when it is imported, and wants to come before them.
+    # Unsloth patches torch and transformers on import, so it must be imported first.
     import unsloth  # noqa: F401
 
 import torch
@@ -56,7 +56,7 @@ from benchmarks.ruler.workloads import IGNORED_LABEL, Pack, Workload, WorkloadFi
 MODES: Mapping[str, str] = {"ours": "keep+graphs", "unsloth": "off", "trl": "keep+liger", "plain": "keep"}
 NUM_SEEDS = 3
 NUM_COPIES = 6
-# Rows of text that the base is trained on, in tokens.
+# Tokens of a row of text for training the base.
 _BASE_ROW = 512
 _SIZES: Mapping[str, dict[str, int]] = {
     "small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8},
@@ -71,8 +71,8 @@ class Example(NamedTuple):
 
     Args:
         ids: Token ids.
-        answer: Where the answer begins.
-        final: Where the final number begins.
+        answer: Index at which the answer begins.
+        final: Index at which the final number begins.
     """
 
     ids: list[int]
@@ -81,14 +81,14 @@ class Example(NamedTuple):
 
 
 class LabelledPack(Pack):
-    """A pack with labels of its own."""
+    """A pack with its own labels."""
 
     def __init__(self, *, input_id_T: np.ndarray, lengths: Sequence[int], label_T: np.ndarray) -> None:
         super().__init__(input_id_T=input_id_T, lengths=lengths)
         self._label_T = label_T
 
     def label_T(self, share: float) -> np.ndarray:
-        """Return the labels, whatever the share."""
+        """Return the labels, independent of the share."""
         return self._label_T
 
 
@@ -110,7 +110,7 @@ def make_workload(size: str, *, max_tokens: int, learning_rate: float) -> Worklo
 
 
 class QualityFiles(WorkloadFiles):
-    """The files of one seed: the base is that of all, adapters and packs are its own."""
+    """The files of one seed: the shared base, and its own adapters and packs."""
 
     def __init__(self, root: Path, workload: Workload, *, seed: int = 0) -> None:
         super().__init__(root, workload)
@@ -125,19 +125,19 @@ class QualityFiles(WorkloadFiles):
 
     def read_packs(self) -> list[Pack]:
         """Return the packs of an epoch in the order of the seed."""
-        # The base has seen the others.
+        # The base was trained on the others.
         examples = self.read_examples("train")[1::2]
         random.Random(self.seed).shuffle(examples)
         return list(fill_packs(examples, max_tokens=self.workload.max_tokens))
 
     def copy_path(self, system: str, step: int) -> Path:
-        """Where the adapters of a system lie after so many steps."""
+        """Return the file of a system's adapters after this many steps."""
         return self.folder / "copies" / f"{system}-{self.seed}-{step}.safetensors"
 
 
 def read_rows(path: Path, tokenizer: Any) -> list[Example]:
     """Return the tokenised rows of a file of GSM8K."""
-    found = []
+    examples = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         worked, _, number = row["answer"].rpartition("####")
@@ -145,12 +145,12 @@ def read_rows(path: Path, tokenizer: Any) -> list[Example]:
             tokenizer(text)["input_ids"] for text in (row["question"] + "\n", worked + "####", " " + number.strip())
         )
         ids = [*question, *solution, *final, tokenizer.eos_token_id]
-        found.append(Example(ids, len(question), len(question) + len(solution)))
-    return found
+        examples.append(Example(ids, len(question), len(question) + len(solution)))
+    return examples
 
 
 def fill_packs(examples: Sequence[Example], *, max_tokens: int) -> Iterator[LabelledPack]:
-    """Yield packs of exactly max_tokens: documents in order, the last one of a pack cut; what fills none is left out.
+    """Yield packs of exactly max_tokens: documents in order, the last one of a pack cut; an incomplete pack is dropped.
 
     Example:
         >>> examples = [Example([1, 2, 3], 1, 2), Example([4, 5, 6], 1, 2)]
@@ -173,7 +173,7 @@ def fill_packs(examples: Sequence[Example], *, max_tokens: int) -> Iterator[Labe
 class CurveRecorder(CaseRecorder):
     """Copy the adapters of a case while it trains; stop when its packs are used up.
 
-    A case of num_steps trains one step more, whatever its warm-up.
+    A case of num_steps trains one more step, with any warm-up.
     """
 
     @property
@@ -182,12 +182,12 @@ class CurveRecorder(CaseRecorder):
         return self.case.num_steps + 1
 
     def pack_at(self, step: int) -> Pack:
-        """Return the pack of a step; loaders also ask for packs behind the last one."""
+        """Return the pack of a step; loaders also request packs after the last one."""
         return self._packs[step % self.num_packs]
 
     @property
     def copied_steps(self) -> list[int]:
-        """Steps after which adapters are copied; closer together where losses fall fast."""
+        """Steps after which adapters are copied, more of them while losses fall fast."""
         shares = [(number / NUM_COPIES) ** 2 for number in range(1, NUM_COPIES + 1)]
         return sorted({0, *(max(1, round(share * self.num_packs)) for share in shares)})
 
@@ -198,7 +198,7 @@ class CurveRecorder(CaseRecorder):
             self.record["curve"], self._losses = [], list[torch.Tensor]()
 
     def backward_done(self, model: torch.nn.Module, *, loss: torch.Tensor | None = None) -> None:
-        """Keep the loss; copy the adapters that everything starts from."""
+        """Store the loss; copy the initial adapters."""
         self._model = model
         if loss is not None:
             self._losses.append(loss)
@@ -235,7 +235,7 @@ class CurveRecorder(CaseRecorder):
 
 
 def build(files: QualityFiles, *, data: Path, tokenizer: Path, num_steps: int, device: str) -> float:
-    """Tokenise the rows, train the base on every second one, draw the adapters of every seed; return the base's loss."""
+    """Tokenise the rows, train the base on half of them, and draw adapters for every seed; return the base's loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from benchmarks.ruler.building import _write_tokenizer
@@ -290,7 +290,7 @@ def _write_adapter(files: QualityFiles, model: Any) -> None:
             a = (torch.rand(files.workload.lora_rank, num_columns, generator=generator) * 2 - 1) / math.sqrt(
                 num_columns
             )
-            # Exact in bf16, so that bf16 and fp32 adapters start from the same numbers.
+            # Exact in bf16, so that bf16 and fp32 adapters start from equal values.
             tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(torch.bfloat16).float()
             tensors[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(num_rows, files.workload.lora_rank)
     files.adapter.mkdir(exist_ok=True)
@@ -300,11 +300,11 @@ def _write_adapter(files: QualityFiles, model: Any) -> None:
 
 @torch.no_grad()
 def evaluate(model: Any, examples: Sequence[Example], *, device: str, batch_size: int = 32) -> tuple[float, float]:
-    """Return the mean loss of the answers' tokens, and the share of rows whose final number is predicted token by token.
+    """Return the mean loss of the answers' tokens, and the share of rows with a correctly predicted final number.
 
     Args:
-        model: Plain transformers + PEFT.
-        examples: Of the test set.
+        model: Model of plain transformers + PEFT.
+        examples: Examples of the test set.
         device: "cuda" or "cpu".
         batch_size: Rows of a padded batch.
     """
@@ -346,7 +346,7 @@ def evaluate_all(
     from benchmarks.ruler.arms.plain import load_model
 
     model, examples = load_model(files, device=device, attention="sdpa"), files.read_examples("test")[:num_rows]
-    found = []
+    rows = []
     for record in records:
         if "error" in record:
             continue
@@ -354,11 +354,11 @@ def evaluate_all(
         for step, seconds in record.get("curve", ()):
             load_adapter(model, load_file(own.copy_path(record["system"], step)))
             loss, exact = evaluate(model, examples, device=device)
-            found.append(
+            rows.append(
                 {"system": record["system"], "mode": record["mode"], "seed": own.seed, "step": step, "seconds": round(seconds, 3),
                  "loss": round(loss, 5), "exact": round(exact, 4)}
             )  # fmt: skip
-    return found
+    return rows
 
 
 def seed_of(record: Mapping[str, Any]) -> int:
@@ -449,7 +449,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
         [replace(template, system=system, mode=MODES[system], repeat=f"seed {seed}") for seed in range(options.seeds)]
         for system in options.systems
     ]
-    # Evaluation of what there is needs its time, whatever becomes of the last system.
+    # Time for the evaluation, also if the last system fails.
     left = deadline - time.monotonic() - options.evaluation_s
     run_arms(
         arms, root=options.root, raw=raw, log=out / "log.txt", device=options.device, budget_seconds=left,
@@ -493,7 +493,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     is_arm = words[:1] == ["arm"]
-    parser.add_argument("--root", type=Path, default=Path("runs/weights"), help="where the model is written")
+    parser.add_argument("--root", type=Path, default=Path("runs/weights"), help="folder for the model")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     if is_arm:
         parser.add_argument("--cases", required=True)
@@ -511,7 +511,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--test-rows", type=int, default=512)
     parser.add_argument("--budget-s", type=float, default=240.0)
-    parser.add_argument("--evaluation-s", type=float, default=35.0, help="of the budget, kept for the evaluation")
+    parser.add_argument(
+        "--evaluation-s", type=float, default=35.0, help="seconds of the budget reserved for the evaluation"
+    )
     return _run(parser.parse_args(words), words)
 
 

@@ -4,15 +4,14 @@
 
 The parent imports torch, Lightning and the package once, starts no thread, and forks both ranks of every start. Each
 rank opens a gloo group, trains two optimizer steps on packs (FineTuner, PackedDataModule with its loader,
-FastFTDDPStrategy) with a validation between them, and ends as a script does: the interpreter is finalised and the C++
+FastFTDDPStrategy) with a validation between them, and ends like a script: the interpreter is finalised and the C++
 destructors run. A start is
 
-- hung where a rank is still there after ``--limit`` seconds: the Python stacks of both ranks are printed, then both are
+- hung if a rank is still there after ``--limit`` seconds: the Python stacks of both ranks are printed, then both are
   killed;
-- aborted where a rank was ended by a signal, failed where it ended with another code than 0; the end of its stderr is
-  printed;
-- wrong where its weights are not those of the other rank, or not those of the first start;
-- untidy where a process of it is still there after both ranks have ended.
+- aborted if a signal ended a rank, failed if a rank ended with another code than 0; the end of its stderr is printed;
+- wrong if its weights are not those of the other rank, or not those of the first start;
+- untidy if one of its processes is still there after both ranks have ended.
 
 One summary line is printed at the end. The exit code is 0 if every start was good.
 """
@@ -52,14 +51,14 @@ CONFIG = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
-# Below the ports that the system gives out by itself.
+# Below the system's ephemeral ports.
 PORTS = range(10_000, 30_000)
 STACKS_WAIT_S = 3.0
 SAID_CHARACTERS = 4000
 
 
 class Start(NamedTuple):
-    """Two ranks that were started: their process ids, where they write, and when they must have ended."""
+    """Two started ranks: their process ids, their files, and their deadline."""
 
     number: int
     pids: list[int]
@@ -104,11 +103,11 @@ def train(folder: Path, num_workers: int | None) -> str:
 
 
 def run_rank(rank: int, port: int, folder: Path, num_workers: int | None) -> None:
-    """Be one rank, in a child; returning ends the process as a script ends."""
+    """Run one rank in a child; returning ends the process like a script."""
     os.setpgid(0, 0)
-    said = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    stderr = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
-        os.dup2(said, descriptor)
+        os.dup2(stderr, descriptor)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     names = {
         "RANK": rank,
@@ -124,7 +123,7 @@ def run_rank(rank: int, port: int, folder: Path, num_workers: int | None) -> Non
 
 
 def start_ranks(number: int, port: int, limit_s: float, num_workers: int | None) -> Start | None:
-    """Fork both ranks; None in a rank that has trained and is to end."""
+    """Fork both ranks; return None in a rank that has trained and must end."""
     folder = Path(tempfile.mkdtemp(prefix="rank-start-"))
     pids = []
     for rank in range(NUM_RANKS):
@@ -137,16 +136,16 @@ def start_ranks(number: int, port: int, limit_s: float, num_workers: int | None)
 
 
 def wait_for(start: Start) -> bool:
-    """Note the ranks that have ended; True where all have."""
+    """Record the ranks that have ended; return whether all have."""
     for rank, pid in enumerate(start.pids):
         if start.codes[rank] is None:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            start.codes[rank] = os.waitstatus_to_exitcode(status) if found else None
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            start.codes[rank] = os.waitstatus_to_exitcode(status) if ended else None
     return None not in start.codes
 
 
 def end_ranks(start: Start) -> bool:
-    """Kill what is left of a start; True where something was."""
+    """Kill the remaining processes of a start; return whether there were any."""
     was_left = False
     for pid in start.pids:
         with contextlib.suppress(ProcessLookupError):
@@ -159,7 +158,7 @@ def end_ranks(start: Start) -> bool:
 
 
 def dump_stacks(start: Start) -> None:
-    """Let the ranks that are still there write their Python stacks."""
+    """Make the remaining ranks write their Python stacks."""
     for rank, pid in enumerate(start.pids):
         if start.codes[rank] is None:
             os.kill(pid, signal.SIGUSR2)
@@ -167,7 +166,7 @@ def dump_stacks(start: Start) -> None:
 
 
 def judge(start: Start, is_hung: bool, truth: list[str]) -> str:
-    """Return how a start ended in one word, and end what is left of it."""
+    """Return the outcome of a start in one word, and end its remaining processes."""
     if is_hung:
         dump_stacks(start)
     was_left = end_ranks(start)
@@ -179,15 +178,15 @@ def judge(start: Start, is_hung: bool, truth: list[str]) -> str:
     elif any(codes):
         end = "failed"
     else:
-        found = [(start.folder / f"weights-{rank}").read_text() for rank in range(NUM_RANKS)]
-        truth.extend(found[:1] if not truth else [])
-        end = "wrong" if set(found) != set(truth) else "untidy" if was_left else "good"
+        digests = [(start.folder / f"weights-{rank}").read_text() for rank in range(NUM_RANKS)]
+        truth.extend(digests[:1] if not truth else [])
+        end = "wrong" if set(digests) != set(truth) else "untidy" if was_left else "good"
     if end != "good":
         print(f"start {start.number}: {end}, exit codes {codes}")
         for rank in range(NUM_RANKS):
-            said = start.folder / f"stderr-{rank}"
+            stderr = start.folder / f"stderr-{rank}"
             print(
-                f"--- rank {rank}:\n{said.read_text(errors='replace')[-SAID_CHARACTERS:] if said.exists() else ''}",
+                f"--- rank {rank}:\n{stderr.read_text(errors='replace')[-SAID_CHARACTERS:] if stderr.exists() else ''}",
                 flush=True,
             )
     shutil.rmtree(start.folder)
@@ -195,7 +194,7 @@ def judge(start: Start, is_hung: bool, truth: list[str]) -> str:
 
 
 def find_port(ports: cycle[int]) -> int:
-    """Return the next port that nobody listens on."""
+    """Return the next free port."""
     for port in ports:
         with socket.socket() as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -206,16 +205,16 @@ def find_port(ports: cycle[int]) -> int:
 
 
 def main() -> int:
-    """Run all starts; the exit code of the parent, or of a rank."""
+    """Run all starts; return the exit code of the parent, or of a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=2000)
-    parser.add_argument("--pairs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="starts side by side")
+    parser.add_argument("--pairs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="concurrent starts")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a start is hung")
     parser.add_argument(
         "--workers", type=int, default=None, help="num_workers of the loader; the default of the package if not given"
     )
     options = parser.parse_args()
-    # All that a rank imports, so that it does not import it again.
+    # Import all modules of a rank here, so that ranks need not.
     import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
     import torch
@@ -226,8 +225,8 @@ def main() -> int:
 
     num_threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     if num_threads > 1:
-        # Libraries start some when they are imported (a CUDA build of torch does). A lock that one holds would hang a
-        # rank, and be counted.
+        # Some libraries start threads on import (a CUDA build of torch does). A lock that one holds would hang a rank,
+        # which would be counted.
         print(f"the parent has {num_threads} threads, and forks", flush=True)
     ports = cycle(PORTS)
     ends: Counter[str] = Counter()
@@ -245,7 +244,7 @@ def main() -> int:
         for start in list(running):
             has_ended = wait_for(start)
             is_launch_bound = not has_ended and time.monotonic() > start.deadline_s
-            # A rank whose partner died by a signal may wait for it: that is the abort's doing.
+            # A rank may wait for a partner that died by a signal; this counts as aborted.
             if has_ended or is_launch_bound:
                 running.remove(start)
                 ends[judge(start, is_launch_bound, truth)] += 1

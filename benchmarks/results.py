@@ -1,6 +1,6 @@
-"""results.csv: the one table that every benchmark appends to and nobody edits.
+"""results.csv: the table to which every benchmark appends; rows are never edited.
 
-Merge rows that a run on another machine brought back:  python -m benchmarks.results rows.csv
+Merge the rows of a run on another machine:  python -m benchmarks.results rows.csv
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def append_row(path: Path = RESULTS_PATH, **values: Any) -> None:
 
 
 def append_rows(rows: Sequence[Mapping[str, Any]], *, path: Path = RESULTS_PATH) -> None:
-    """Append measured figures to the table, writing its header first where there is no file.
+    """Append measured figures to the table, writing its header first if there is no file.
 
     Args:
         rows: Values by column name; a missing date is today's, other missing columns stay empty.
-        path: The table.
+        path: File of the table.
 
     Raises:
-        ValueError: A row has a column that the table does not know, or the file has another header.
+        ValueError: A row has a column that the table does not have, or the file has another header.
     """
     for row in rows:
         unknown = set(row) - set(COLUMNS)
@@ -61,7 +61,7 @@ def append_rows(rows: Sequence[Mapping[str, Any]], *, path: Path = RESULTS_PATH)
 
 
 def merge(source: Path, *, path: Path = RESULTS_PATH) -> int:
-    """Append every row of another results file and return how many there were."""
+    """Append every row of another results file and return their number."""
     _check_header(source)
     with source.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

@@ -7,12 +7,12 @@
     python -m benchmarks.row_kernels --only block_diagonal --tiles block_diagonal=1024,4 block_diagonal=8192,8
 
 RMSNorm, expert gate, thin product added in place, losses and divergences of rows of logits, norm and rotation of heads,
-block-diagonal matrix, rows and NF4 in e4m3, NF4 made dense and the AdamW step, in bf16 at the sizes of Qwen3-14B (8,192 tokens; 5,120
-and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss). Before a kernel is timed its
-results are compared with its plain twin's. Then 5 warm-up runs and 30 timed ones, each between two CUDA events and
-behind a write of 256 MiB that empties the L2 cache; a sleep of the device before each lets the host get ahead. The
-table has the median, the bytes of inputs and outputs, each counted once, and the reached share of 4.2 TB/s; rows.csv
-also has p10 and p90.
+block-diagonal matrix, rows and NF4 in e4m3, dequantised NF4 and the AdamW step, in bf16 at the sizes of Qwen3-14B
+(8,192 tokens; 5,120 and 17,408 columns; 2,048 rows of logits over the vocabularies of Qwen3 and gpt-oss). Before a
+kernel is timed its results are compared with those of its plain twin. Then 5 warm-up runs and 30 timed ones, each
+between two CUDA events and after a write of 256 MiB that empties the L2 cache; a sleep of the device before each lets
+the host run ahead. The table has the median, the bytes of inputs and outputs, each counted once, and the reached share
+of 4.2 TB/s; rows.csv also has p10 and p90.
 
 With --tiles candidates for the constants of each kernel are timed too, or those given as KERNEL=V,V (order in
 CONSTANTS).
@@ -39,7 +39,7 @@ from benchmarks.ruler.cases import versions
 from benchmarks.ruler.measure import StepClock, summarise_ms
 
 NUM_WARMUP, NUM_RUNS = 5, 30
-# What copies of this size reach on an H200, whose data sheet says 4.8 TB/s.
+# Rate of copies of this size on an H200, whose data sheet has 4.8 TB/s.
 REACHABLE_BYTES_PER_S = 4.2e12
 # More than the L2 cache of any GPU so far.
 FLUSH_BYTES = 256 * 2**20
@@ -47,7 +47,7 @@ FLUSH_BYTES = 256 * 2**20
 SLEEP_CYCLES = 2_000_000
 HEAD_WIDTH, NUM_KV_HEADS, RANK = 128, 8, 16
 
-# The constants of each kernel that --tiles sets, and what may be better than what is in use.
+# The constants of each kernel that --tiles sets, and candidates for better values.
 CONSTANTS = {
     "rms_norm": ("TILE_SIZE", "VALUES_PER_THREAD", "MIN_WARPS", "MAX_WARPS", "MAX_PROGRAMS"),
     "expert_gate": (
@@ -136,12 +136,12 @@ class Sizes(NamedTuple):
 SIZES = Sizes(8192, 5120, 17408, 2048, (151936, 201088))
 # More columns of logits than two tiles of any form have.
 TINY_SIZES = Sizes(6, 192, 24, 3, (8300,))
-# Runs a kernel, or its twin, which has the same names; returns what is compared.
+# Runs a kernel, or its twin, which has the same names; returns the results to compare.
 Run = Callable[[Any], Sequence[torch.Tensor | None]]
 
 
 class Case(NamedTuple):
-    """One kernel at one size: its folder, what it does, the bytes it must move, and how its inputs are made."""
+    """One kernel at one size: its folder, its operation, the bytes that it must move, and the builder of its inputs."""
 
     kernel: str
     name: str
@@ -154,16 +154,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     is_cuda = options.device == "cuda"
     if not is_cuda:
-        # Read when triton is imported, which nothing has done so far.
+        # Read when triton is imported, which happens later.
         os.environ["TRITON_INTERPRET"] = "1"
     options.out.mkdir(parents=True, exist_ok=True)
-    found = versions()
+    packages = versions()
     shared = {
         "benchmark": "row_kernels",
-        "version": f"torch {found['torch']}; triton {found.get('triton', 'none')}",
+        "version": f"torch {packages['torch']}; triton {packages.get('triton', 'none')}",
         "n": options.runs,
         "command": "python -m benchmarks.row_kernels " + " ".join(sys.argv[1:]),
-        "device": found.get("device", "cpu"),
+        "device": packages.get("device", "cpu"),
     }
     print(f"{'kernel':<46} {'size':<18} {'arm':<30} {'p50 us':>9} {'MB':>9} {'of 4.2 TB/s':>11}")
     has_failed = False
@@ -178,20 +178,20 @@ def main(arguments: list[str] | None = None) -> int:
                 has_failed = True
                 print(f"{head} {wrong}", flush=True)
                 continue
-            told = summarise_ms(times_us)
-            share = case.num_bytes / REACHABLE_BYTES_PER_S / (told["median"] / 1e6)
-            print(f"{head} {told['median']:9.1f} {case.num_bytes / 1e6:9.1f} {share:11.1%}", flush=True)
+            summary = summarise_ms(times_us)
+            share = case.num_bytes / REACHABLE_BYTES_PER_S / (summary["median"] / 1e6)
+            print(f"{head} {summary['median']:9.1f} {case.num_bytes / 1e6:9.1f} {share:11.1%}", flush=True)
             row = {**shared, "workload": f"{case.name}, {case.workload}", "system": arm}
             rows = [
                 {
                     **row,
                     "metric": "time",
-                    "value": told["median"],
-                    "p10": told["p10"],
-                    "p90": told["p90"],
+                    "value": summary["median"],
+                    "p10": summary["p10"],
+                    "p90": summary["p90"],
                     "unit": "us",
                 },
-                {**row, "metric": "rate", "value": case.num_bytes / told["median"] / 1e6, "unit": "TB/s"},
+                {**row, "metric": "rate", "value": case.num_bytes / summary["median"] / 1e6, "unit": "TB/s"},
             ]
             append_rows(rows, path=options.out / "rows.csv")
     return int(has_failed)
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/row_kernels"))
-    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the cases to run; all without")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the cases to run; default: all")
     parser.add_argument(
         "--tiles", nargs="*", metavar="KERNEL=V,V", help="time other constants too: those given, or all candidates"
     )
@@ -234,7 +234,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 
 def all_arms(kernel: str, *, tiles: list[str] | None) -> Iterator[tuple[str, ModuleType, str | None]]:
-    """Yield name, module and constants (None for those in use) of everything that is timed for one kernel."""
+    """Yield name, module and constants (None for the present ones) of every timed variant of a kernel."""
     module = importlib.import_module(f"lightning_fastft.kernels.{kernel}.triton")
     in_use = ",".join(str(int(getattr(module, name))) for name in CONSTANTS[kernel])
     yield f"in use {in_use}", module, None
@@ -248,7 +248,7 @@ def all_arms(kernel: str, *, tiles: list[str] | None) -> Iterator[tuple[str, Mod
 
 @contextmanager
 def constants_set(kernel: str, module: ModuleType, text: str | None) -> Iterator[None]:
-    """Give a kernel other constants for a while, in each of its modules that reads them."""
+    """Change the constants of a kernel temporarily, in each of its modules that reads them."""
     package = f"lightning_fastft.kernels.{kernel}."
     others = [place for name, place in sys.modules.items() if name.startswith(package) and place is not module]
     values = {} if text is None else dict(zip(CONSTANTS[kernel], map(int, text.split(",")), strict=True))
@@ -273,7 +273,7 @@ def constants_set(kernel: str, module: ModuleType, text: str | None) -> Iterator
 def measure(case: Case, module: ModuleType, *, device: str, num_runs: int) -> tuple[str | None, list[float]]:
     """Return why the results are wrong, or None, and the microseconds of each run."""
     twin = importlib.import_module(f"lightning_fastft.kernels.{case.kernel}.reference")
-    # Some kernels write over what they read: each has inputs of its own, made alike.
+    # Some kernels overwrite their inputs, so each run has its own equal ones.
     torch.manual_seed(0)
     truth = case.make(device)(twin)
     torch.manual_seed(0)
@@ -300,8 +300,8 @@ def measure(case: Case, module: ModuleType, *, device: str, num_runs: int) -> tu
 
 
 def compare(ours: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | None]) -> str | None:
-    """Return what differs by more than two roundings of a narrow dtype, or than sums and exponentials of fp32
-    may; None for nothing.
+    """Return the results that differ by more than two roundings of a narrow dtype, or than the error of fp32 sums and
+    exponentials; None if there are none.
     """
     for place, (one, other) in enumerate(zip(ours, truth, strict=True)):
         if one is None or other is None:
@@ -315,7 +315,7 @@ def compare(ours: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | 
         largest = other.abs().max().float()
         bound = largest * (2**-16 if one.dtype is torch.float32 else 2 * torch.finfo(one.dtype).eps)
         error = (one.float() - other.float()).abs().max()
-        # Not NaN either.
+        # NaN fails too.
         if not bool(error <= bound):
             return f"WRONG: result {place} has error {float(error):.3g} above {float(bound):.3g}"
     return None
@@ -330,7 +330,7 @@ def all_cases(sizes: Sizes) -> list[Case]:
 
 
 def row_cases(sizes: Sizes) -> list[Case]:
-    """Return what is done to the rows of tokens."""
+    """Return the kernels on rows of tokens."""
     rows, width, expert_width = sizes[:3]
     states, gates, weight = 2 * rows * width, 2 * rows * expert_width, 2 * width
     norms: dict[str, tuple[int, Callable[[str], Run]]] = {
@@ -394,7 +394,7 @@ def row_cases(sizes: Sizes) -> list[Case]:
 
 
 def loss_cases(sizes: Sizes) -> list[Case]:
-    """Return what is done to rows of logits: read once, or read and written once."""
+    """Return the kernels on rows of logits, which are read once, or read and written once."""
     rows, cases = sizes.num_loss_rows, []
     for vocabulary in sizes.vocabularies:
         logits, workload = 2 * rows * vocabulary, f"{rows} x {vocabulary}"
@@ -420,7 +420,7 @@ def loss_cases(sizes: Sizes) -> list[Case]:
 
 
 def weight_cases(sizes: Sizes) -> list[Case]:
-    """Return what is done to weights: of the joint projection to gate and up, and of an optimizer."""
+    """Return the kernels on weights: those of the fused gate and up projection, and of an optimizer."""
     rows, width, outputs = sizes.num_rows, sizes.width, 2 * sizes.expert_width
     num_weights = outputs * width
     fp8_bytes = nf4_bytes(num_weights) - num_weights + 4 * outputs
@@ -494,7 +494,7 @@ def weight_cases(sizes: Sizes) -> list[Case]:
 
 
 def narrow(device: str) -> torch.dtype:
-    """Return the dtype of the cases: fp16 on a CPU, as Triton's interpreter rounds to bf16 by cutting."""
+    """Return the dtype of the cases: fp16 on a CPU, because Triton's interpreter truncates to bf16."""
     return torch.float16 if device == "cpu" else torch.bfloat16
 
 
@@ -530,7 +530,7 @@ def norm_backward(num_rows: int, width: int, *, needs_weight: bool = False) -> C
 
 
 def gate_forward(num_rows: int, width: int) -> Callable[[str], Run]:
-    """SwiGLU of gate and up side by side."""
+    """SwiGLU of concatenated gate and up."""
 
     def make(device: str) -> Run:
         from lightning_fastft.kernels.expert_gate.reference import GateForm
@@ -569,9 +569,7 @@ def gate_backward(
 def low_rank_add(
     num_rows: int, width: int, *, num_ranks: int, has_residual: bool, is_factor_transposed: bool
 ) -> Callable[[str], Run]:
-    """A thin product added in place, as a layer adds its adapter: forward by B transposed, backward by A as it is
-    stored.
-    """
+    """A thin product added in place, as a layer adds its adapter: forward by B transposed, backward by the stored A."""
 
     def make(device: str) -> Run:
         base_TN, low_TR = _randn(num_rows, width, device=device), _randn(num_rows, num_ranks, device=device)
@@ -594,7 +592,7 @@ def row_losses(num_rows: int, vocabulary: int, *, gradient_factor: float | None)
     def make(device: str) -> Run:
         logits_RV = 4.0 * _randn(num_rows, vocabulary, device=device)
         target_R = torch.randint(0, vocabulary, (num_rows,), device=device)
-        # Hits, so that the comparison with the twin sees those too.
+        # With hits, so that the comparison with the twin covers them.
         target_R[::2] = logits_RV[::2].argmax(dim=1)
         options = {
             "scale": 1.0,
@@ -637,7 +635,7 @@ def head_sizes(width: int) -> tuple[int, int, int]:
 
 
 def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
-    """Norm and rotation of q and k beside a copy of v."""
+    """Norm and rotation of q and k, and a copy of v."""
 
     def make(device: str) -> Run:
         from lightning_fastft.kernels.qk_rope.reference import Rope, RopeForm
@@ -655,7 +653,7 @@ def rope_forward(num_rows: int, width: int) -> Callable[[str], Run]:
 
 
 def block_diagonal(num_outputs: int, width: int) -> Callable[[str], Run]:
-    """The factors of two adapters written beside the columns of a dense matrix."""
+    """The factors of two adapters written next to the columns of a dense matrix."""
 
     def make(device: str) -> Run:
         dense = torch.zeros(num_outputs, width + 2 * RANK, dtype=narrow(device), device=device)
@@ -671,15 +669,15 @@ def block_diagonal(num_outputs: int, width: int) -> Callable[[str], Run]:
 
 
 def nf4_bytes(num_weights: int) -> int:
-    """Return the bytes of NF4 weights with double quantisation, of their two tables and offset, and of the bf16
-    that they become.
+    """Return the bytes of NF4 weights with double quantisation, with their two tables and offset, and of the result in
+    bf16.
     """
     num_blocks = num_weights // 64
     return num_weights // 2 + num_blocks + 4 * -(-num_blocks // 256) + 4 * (16 + 256 + 1) + 2 * num_weights
 
 
 def make_nf4(num_outputs: int, width: int, *, device: str) -> Any:
-    """One weight with scales of scales."""
+    """One weight with double quantisation."""
     from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 
     num_blocks = num_outputs * width // 64
@@ -694,7 +692,7 @@ def make_nf4(num_outputs: int, width: int, *, device: str) -> Any:
 
 
 def nf4_to_dense(num_outputs: int, width: int) -> Callable[[str], Run]:
-    """One weight made dense."""
+    """One dequantised weight."""
 
     def make(device: str) -> Run:
         weight = make_nf4(num_outputs, width, device=device)
@@ -710,7 +708,7 @@ def nf4_to_dense(num_outputs: int, width: int) -> Callable[[str], Run]:
 
 
 def nf4_to_fp8(num_outputs: int, width: int, *, is_transposed: bool = False) -> Callable[[str], Run]:
-    """One weight in e4m3, the scales of its rows known."""
+    """One weight in e4m3, with known scales of its rows."""
 
     def make(device: str) -> Run:
         from lightning_fastft.kernels.fp8_linear import reference
@@ -732,8 +730,8 @@ def nf4_to_fp8(num_outputs: int, width: int, *, is_transposed: bool = False) -> 
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor | None:
-    """Return the bytes of e4m3 numbers, which have to be equal; None on a CPU, as Triton's interpreter loses the
-    carry of this cast.
+    """Return the bytes of e4m3 numbers, which must be equal; None on a CPU, where the interpreter loses the carry of
+    this cast.
     """
     return values.view(torch.uint8) if values.is_cuda else None
 
@@ -774,7 +772,7 @@ def fp8_transpose(num_rows: int, width: int) -> Callable[[str], Run]:
 
 
 def adamw_step(num_rows: int, width: int, *, is_norm: bool) -> Callable[[str], Run]:
-    """Step of one fp32 master with fp32 gradient and the bf16 copy that compute reads, or the norm of its gradient."""
+    """Step of one fp32 master with fp32 gradient and its bf16 copy for compute, or the norm of its gradient."""
 
     def make(device: str) -> Run:
         from lightning_fastft.kernels.adamw_step.reference import StepOptions
@@ -798,14 +796,14 @@ def adamw_step(num_rows: int, width: int, *, is_norm: bool) -> Callable[[str], R
 
 
 def adamw_8bit_step(num_rows: int, width: int) -> Callable[[str], Run]:
-    """Step of one bf16 parameter with bf16 gradient and averages in 8 bits."""
+    """Step of one bf16 parameter with bf16 gradient and 8-bit moments."""
 
     def make(device: str) -> Run:
         from lightning_fastft.kernels.adamw_step import codes
         from lightning_fastft.kernels.adamw_step.reference import StepOptions
         from lightning_fastft.kernels.adamw_step.table import TensorTable
 
-        # The interpreter cuts bf16 off instead of rounding it, and a parameter is never fp16.
+        # The interpreter truncates to bf16 instead of rounding, and parameters are never fp16.
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         param, grad = (torch.randn(num_rows, width, device=device).to(dtype) for _ in range(2))
         average, square = torch.randn(num_rows, width, device=device), torch.rand(num_rows, width, device=device)

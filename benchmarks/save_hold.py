@@ -3,11 +3,12 @@ r"""Measure how long a sharded checkpoint blocks the step under FSDP2: synchrono
     torchrun --standalone --nproc_per_node=2 -m benchmarks.save_hold --device cpu --width 512 --layers 8
     torchrun --standalone --nproc_per_node=2 -m benchmarks.save_hold --width 4096 --layers 12 --out runs/saves
 
-Trains every weight of a Llama with random weights, with FusedAdamW. Each mode saves ``--saves`` times, ``--every`` steps
-apart; the first save, which allocates the copies, is reported by itself. "hold" is the time of
+Trains every weight of a Llama with random weights, with FusedAdamW. Each mode saves ``--saves`` times, ``--every``
+steps apart; the first save, which allocates the copies, is reported separately. "hold" is the time of
 ``trainer.save_checkpoint`` on rank 0, with the device synchronised before and after. "step" is a step without a save;
-"step beside a write" is the step after each save. The folders are in ``--folder``, and each replaces the one before it.
-The last step is saved once more, synchronously: both folders must hold the same shards, or nothing is reported.
+"step beside a write" is the step after each save, during the write. The folders are in ``--folder``, and each replaces
+the previous one. The last step is saved once more, synchronously: both folders must have the same shards, or nothing is
+reported.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Saves(Callback):
     """Save every few steps, and record the milliseconds of saves and of steps.
 
     Args:
-        path: Of the checkpoint.
-        again: Of the checkpoint of the last step that is written synchronously.
+        path: Path of the checkpoint.
+        again: Path of the last step's checkpoint that is written synchronously.
         every: Steps between two saves.
     """
 
@@ -125,10 +126,12 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=2048, help="of the pack of each rank")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the pack of each rank")
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
-    parser.add_argument("--folder", type=Path, help="of the checkpoints; shared by the ranks; default: temporary")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the checkpoints, shared by the ranks; default: temporary"
+    )
     parser.add_argument("--out", type=Path, help="folder for rows.csv")
     options = parser.parse_args()
     port = os.environ.get("MASTER_PORT", "")

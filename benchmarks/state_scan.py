@@ -4,9 +4,9 @@
     python -m benchmarks.state_scan --tokens 32768 --heads 96 --states 256
 
 The defaults are the mixers of Granite 4.0 H Small: 128 heads of 64, one group, states of 128, bf16, documents of 700
-tokens on average. simple_gla gets B and C copied to every head and the product of x and dt, which are part of its time.
+tokens on average. simple_gla needs B and C copied to every head, and the product of x and dt; its time includes both.
 Both are compared with the plain twin in fp32 on 2,048 tokens before they are timed. Then 5 warm-up runs and 30 timed
-ones, each between two CUDA events; the peak is what a run allocates beyond its inputs.
+ones, each between two CUDA events; the peak excludes the inputs of a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_fastft.packing.chunks import Chunks
 
 NUM_WARMUP, NUM_RUNS, CHUNK = 5, 30, 64
 MEAN_LENGTH, NUM_COMPARED = 700, 2048
-# Relative error of bf16 products against fp32 ones.
+# Largest relative error of bf16 products against fp32 ones.
 BOUND = 2e-2
 
 
@@ -51,7 +51,7 @@ def draw_lengths(num_tokens: int) -> list[int]:
 
 
 def make_inputs(options: argparse.Namespace, num_tokens: int, device: torch.device) -> list[torch.Tensor]:
-    """Return x, dt, a, b, c and skip; x, b and c are parts of one tensor, as behind a convolution."""
+    """Return x, dt, a, b, c and skip; x, b and c are parts of one tensor, as after a convolution."""
     sizes = [options.heads * options.width, *[options.groups * options.states] * 2]
     x, b, c = torch.randn(num_tokens, sum(sizes), device=device, dtype=torch.bfloat16).split(sizes, dim=1)
     dt_TH = torch.rand(num_tokens, options.heads, device=device) * 0.1
@@ -102,7 +102,7 @@ def check(scan: Callable[..., torch.Tensor], options: argparse.Namespace, device
 
 
 def measure(scan: Callable[..., torch.Tensor], options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Return milliseconds of a forward and backward, and the GiB that they take."""
+    """Return milliseconds and GiB of a forward and backward."""
     chunks = make_chunks(draw_lengths(options.tokens), device)
     inputs = make_inputs(options, options.tokens, device)
     for _ in range(NUM_WARMUP):
@@ -129,8 +129,8 @@ def main() -> None:
     workload = f"{options.tokens} tokens, {options.heads} x {options.width}, states {options.states}"
     for system, scan in {"fastft": state_scan, "fla-core simple_gla": scan_with_simple_gla}.items():
         check(scan, options, device)
-        found = measure(scan, options, device)
-        print(system, {name: round(value, 3) for name, value in found.items()})
+        measured = measure(scan, options, device)
+        print(system, {name: round(value, 3) for name, value in measured.items()})
         row = {
             "benchmark": "state_scan",
             "workload": workload,
@@ -142,10 +142,10 @@ def main() -> None:
             "command": f"python -m benchmarks.state_scan {' '.join(sys.argv[1:])}".strip(),
             "device": found_versions["device"],
         }
-        spread = {name: found[name] for name in ("p10", "p90")}
+        spread = {name: measured[name] for name in ("p10", "p90")}
         rows = [
-            {**row, "metric": "step", "value": found["median"], "unit": "ms", **spread},
-            {**row, "metric": "peak allocated", "value": found["peak"], "unit": "GiB"},
+            {**row, "metric": "step", "value": measured["median"], "unit": "ms", **spread},
+            {**row, "metric": "peak allocated", "value": measured["peak"], "unit": "GiB"},
         ]
         append_rows(rows, path=options.out / "rows.csv")
 

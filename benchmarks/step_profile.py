@@ -4,12 +4,12 @@ r"""Profile one of our training steps: kernels by name, number of launches, and 
     python -m benchmarks.step_profile --workload qwen3-0.6b-lora --root /dev/shm/fastft --out runs/profile \
         --modes recompute keep
 
-Steps run through FineTuner, FastFTStrategy and Trainer, with BincountRouter where the model has experts and
+Steps run through FineTuner, FastFTStrategy and Trainer, with BincountRouter if the model has experts and
 FusedKernels in modes with +fused; warm-up first, then timed steps, then steps under PyTorch's profiler, whose kernels
 are summed by name. Busy is the sum of kernel times, copies apart. A timed step is split at the Trainer's hooks: forward
-with what comes before it, backward, clip, optimizer with what comes behind it (FusedAdamW, which adamw_fused and
-adamw_fused_8bit stand for, clips in its own pass: its clip is empty). Times are those of one step, without a judge: a
-figure that is compared with another system comes from benchmarks.train_step or benchmarks.moe.
+with all work before it, backward, clip, and optimizer with all work after it. FusedAdamW (adamw_fused and
+adamw_fused_8bit) clips in its own pass, so its clip is empty. Steps are not judged: for a comparison with other systems
+use benchmarks.train_step or benchmarks.moe.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.strategies.single_device import FastFTStrategy
 
 NUM_PROFILED = 2
-# A mark of the clock ends each.
+# Each ends at a mark of the clock.
 PHASES = ("forward", "backward", "clip", "optimizer")
 _LONGEST_NAME = 96
 
@@ -59,12 +59,12 @@ class Profile(NamedTuple):
     """One step of one mode.
 
     Args:
-        mode: As on the command line.
+        mode: Mode on the command line.
         step_ms: Median of the timed steps, unprofiled.
         phases_ms: Median of each of PHASES in those steps.
-        peak_gib: Allocated, over the timed steps.
-        kernels: Longest first.
-        copies_ms: Time of copies and fills, which run beside kernels or between them.
+        peak_gib: Peak of allocated memory in the timed steps.
+        kernels: Kernels, longest first.
+        copies_ms: Time of copies and fills, which run concurrently with kernels or between them.
     """
 
     mode: str
@@ -109,13 +109,13 @@ class _Profiler(Callback):
         return self._num_warmup + self._num_steps + NUM_PROFILED
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the ruler's adapters or weights and the asked layers in place."""
+        """Load the ruler's adapters or weights and swap layers of the mode."""
         if self._wants_liger:
             install_liger_layers(pl_module.model, self.patcher)
         load_start(pl_module.model, self._start)
         if pl_module.low_precision_adapters is not None:
             pl_module.low_precision_adapters.refresh()
-        # No hook of a callback lies between clipping and the optimizer.
+        # Callbacks have no hook between clipping and the optimizer.
         clip = pl_module.configure_gradient_clipping
 
         def clip_and_mark(*arguments: Any, **options: Any) -> None:
@@ -125,7 +125,7 @@ class _Profiler(Callback):
         pl_module.configure_gradient_clipping = clip_and_mark
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to time or to profile."""
+        """Start to time or to profile."""
         if batch_idx == self._num_warmup:
             if self._is_cuda:
                 torch.cuda.reset_peak_memory_stats()
@@ -148,7 +148,7 @@ class _Profiler(Callback):
         self._mark()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Mark the end of a step; read the profile behind the last one."""
+        """Mark the end of a step; read the profile after the last one."""
         self._mark()
         if batch_idx == self.num_total - 1:
             if self._is_cuda:
@@ -164,22 +164,22 @@ class _Profiler(Callback):
 def profile_mode(
     tuner: Any, mode: str, *, files: WorkloadFiles, num_warmup: int, num_steps: int, is_cuda: bool
 ) -> Profile:
-    """Train some steps of a mode and return what the last ones did."""
+    """Train some steps of a mode and return the measurements of the last ones."""
     from lightning_fastft.callbacks.bincount_router import BincountRouter
 
-    asked = parse_mode(mode)
+    parsed = parse_mode(mode)
     packs = files.read_packs()
     profiler = _Profiler(
         start=files.read_trained(),
-        wants_liger=asked.wants_liger,
+        wants_liger=parsed.wants_liger,
         num_warmup=max(num_warmup, least_warmup(mode)),
         num_steps=num_steps,
         is_cuda=is_cuda,
     )
     trainer = ours.make_trainer(
-        FastFTStrategy(activations=asked.checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda
+        FastFTStrategy(activations=parsed.checkpointing), profiler, max_steps=profiler.num_total, is_cuda=is_cuda
     )
-    trainer.callbacks.extend(asked.callbacks(is_cuda=is_cuda))
+    trainer.callbacks.extend(parsed.callbacks(is_cuda=is_cuda))
     if files.workload.num_experts:
         trainer.callbacks.append(BincountRouter())
     rows = [packs[step % len(packs)] for step in range(profiler.num_total)]
@@ -210,16 +210,17 @@ def sum_events(events: Iterable[Any], *, num_steps: int, is_cuda: bool) -> tuple
         name = short_name(event.key)
         counts[name] += event.count
         times_us[name] += time_us
-    found = [Kernels(name, counts[name] / num_steps, times_us[name] / num_steps / 1000) for name in counts]
-    return sorted(found, key=lambda kernel: -kernel.total_ms), copies_us / num_steps / 1000
+    kernels = [Kernels(name, counts[name] / num_steps, times_us[name] / num_steps / 1000) for name in counts]
+    return sorted(kernels, key=lambda kernel: -kernel.total_ms), copies_us / num_steps / 1000
 
 
 def short_name(name: str) -> str:
-    """Return a kernel's name without what every one of its kind has.
+    """Return a kernel's name without common parts.
 
     Example:
-        >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>, std::array<char*, 3ul> >(int, float)")
-        'vectorized_elementwise_kernel<4, AddFunctor<float>, std::array<char*, 3ul> >'
+        >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>,
+        std::array<char*, 3ul> >(int, float)") 'vectorized_elementwise_kernel<4, AddFunctor<float>, std::array<char*,
+        3ul> >'
     """
     name = re.sub(r"\(anonymous namespace\)::", "", name).removeprefix("void ")
     name = re.sub(r"\((?:[^()]|\([^()]*\))*\)( const)?$", "", name)
@@ -251,7 +252,7 @@ def render(profile: Profile, *, num_layers: int, num_shown: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, choices=list(WORKLOADS))
-    parser.add_argument("--root", type=Path, required=True, help="where benchmarks.train_step built the workload")
+    parser.add_argument("--root", type=Path, required=True, help="folder of workloads built by benchmarks.train_step")
     parser.add_argument("--out", type=Path, required=True, help="folder for profile.txt")
     parser.add_argument("--modes", nargs="+", default=["recompute", "keep"])
     parser.add_argument("--warmup", type=int, default=4)
@@ -273,14 +274,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_layers = files.workload.model_config["num_hidden_layers"]
     for mode in options.modes:
         try:
-            found = profile_mode(
+            step = profile_mode(
                 tuner, mode, files=files, num_warmup=options.warmup, num_steps=options.steps, is_cuda=is_cuda
             )
         except torch.OutOfMemoryError as error:
             text = f"{mode}: {str(error)[:200]}"
             drop_frames(error)
         else:
-            text = render(found, num_layers=num_layers, num_shown=options.shown)
+            text = render(step, num_layers=num_layers, num_shown=options.shown)
         print(text, flush=True)
         with (options.out / "profile.txt").open("a", encoding="utf-8") as file:
             file.write(f"{options.workload}\n{text}\n")

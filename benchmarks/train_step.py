@@ -8,10 +8,10 @@ r"""The ruler: one training step of every system on the same packs, weights and 
 
 An arm is one process: SYSTEM:MODE[@LABEL_SHARE][/OPTIMIZER][,...]. Before a case is timed, one step on the first pack
 must give the plain arm's gradients (benchmarks/ruler/judge.py). Then: warm-up (6 steps, the last one counts host
-waits), 30 timed steps (10 where one exceeds 3 s), median, p10, p90 of the time between the ends of steps by CUDA
-events, batch copy, clipping and optimizer included; peaks of the timed steps. Timed steps must prove that they train
-(benchmarks/ruler/proof.py). Plain runs first, because it writes the reference. Workloads named "-full" train all weights
-instead of adapters. benchmarks/compare.py runs all systems by one command.
+syncs), 30 timed steps (10 if a step exceeds 3 s), median, p10, p90 of the time between the ends of steps by CUDA
+events, with batch copy, clipping and optimizer; peaks of the timed steps. Timed steps must prove that they train
+(benchmarks/ruler/proof.py). Plain runs first, because it writes the reference. Workloads named "-full" train all
+weights instead of adapters. benchmarks/compare.py runs all systems by one command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 import time
 from pathlib import Path
 
-# Set before anything is imported: no system looks for a network. The allocator stays as each system sets it.
+# Set before anything is imported, so that no system uses the network. Each system sets the allocator itself.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -65,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="print the table of raw logs")
     table.add_argument("raw", type=Path, nargs="+")
     for command in (build, run, arm):
-        command.add_argument(
-            "--root", type=Path, required=True, help="where the workloads are built: a folder in memory"
-        )
+        command.add_argument("--root", type=Path, required=True, help="folder of the built workloads, in memory")
         command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return parser
 
@@ -114,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     arms = [parse_arm(text, template=template) for text in options.arms]
     check_references(arms, root=options.root)
-    # A driver that is told to stop ends its arm first: SystemExit runs through the finally of run_arms.
+    # On SIGTERM the driver ends its arm first: SystemExit runs the finally block of run_arms.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.out.mkdir(parents=True, exist_ok=True)
     raw = options.out / "raw.jsonl"
@@ -141,7 +139,7 @@ def _arm(options: argparse.Namespace) -> int:
     cases = json.loads(options.cases)
     system = cases[0]["system"]
     if system == "unsloth":
-        # It patches torch and transformers when it is imported, and wants to come before them.
+        # Unsloth patches torch and transformers on import, so it must be imported first.
         import unsloth  # noqa: F401
 
     from importlib import import_module

@@ -4,14 +4,15 @@ r"""Compare training curves on real text: fused layers and plain transformers + 
 
 A small model of each family, drawn at random, is trained with LoRA for 300 steps by four arms: plain twice, with two
 seeds (adapters and order of the rows), and ours with the first of them, through FineTuner, FastFTStrategy, FusedKernels
-and Trainer (on a GPU once more from CUDA graphs); a control, plain with transformers' eager attention in place of SDPA,
-shows what another order of the same sums does, and has no bar. A step is one pack, its loss the mean over the tokens of
-the answers. Plain runs transformers' own attention with positions that restart at every document, torch's AdamW and
-PEFT's layers. Bars: at every step ours differs from plain by less than the two seeds do, and the means of the last 20
-losses differ by at most 0.5 %. The learning rate is one at which training is stable: at 3e-3, in a model twice as wide,
+and Trainer (on a GPU once more from CUDA graphs). A control, plain with transformers' eager attention instead of SDPA,
+shows the effect of another order of the same sums, and has no bar. A step is one pack, its loss the mean over the
+tokens of the answers. Plain runs transformers' own attention with positions that restart at every document, torch's
+AdamW and PEFT's layers. Bars: at every step ours differs from plain by less than the two seeds do, and the means of the
+last 20 losses differ by at most 0.5 %. Training is stable at this learning rate: at 3e-3, in a model twice as wide,
 runs that differ in the last bit of fp32 are 0.02 apart after 100 steps. With --fp8 ours runs once more with frozen base
-products in fp8 (without a GPU emulated in plain PyTorch), under the same bars: an approximation has to matter less than
-the seed. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and merges.txt.
+products in fp8 (without a GPU emulated in plain PyTorch), under the same bars: an approximation must have a smaller
+effect than the seed. Data: lines of JSON with "question" and "answer" (GSM8K); tokenizer: a folder with vocab.json and
+merges.txt.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Recipe(NamedTuple):
-    """What all arms of a family share.
+    """The shared inputs of all arms of a family.
 
     Args:
-        folder: The model, in Hugging Face's form.
-        num_steps: Packs that are trained on.
-        learning_rate: Constant.
-        is_cuda: Whether a GPU trains, in bf16; a CPU trains in fp32.
+        folder: Folder of the model in Hugging Face's format.
+        num_steps: Number of training packs.
+        learning_rate: Constant learning rate.
+        is_cuda: Whether to train on a GPU, in bf16; a CPU trains in fp32.
     """
 
     folder: Path
@@ -98,7 +99,7 @@ def read_documents(data: Path, tokenizer: Any) -> list[Document]:
 
 
 def make_packs(documents: Sequence[Document], *, num_packs: int, max_tokens: int, seed: int) -> list[PackedBatch]:
-    """Return packs of whole documents in an order of their own, padded to one length."""
+    """Return packs of whole documents in a shuffled order, padded to one length."""
     order = random.Random(seed).sample(range(len(documents)), len(documents))
     packs: list[PackedBatch] = []
     current: list[Document] = []
@@ -148,7 +149,7 @@ def train_plain(
     losses = []
     for pack in packs:
         batch = pack.to("cuda") if recipe.is_cuda else pack
-        # No mask: positions that restart are what transformers knows packed documents by.
+        # No mask: transformers recognises packed documents by positions that restart.
         loss = model(
             input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=batch["labels"], use_cache=False
         ).loss
@@ -192,7 +193,7 @@ def train_ours(
 
 
 class _Losses(Callback):
-    """Put the adapters in place, and keep the loss of every step."""
+    """Load the adapters, and store the loss of every step."""
 
     def __init__(self, adapter: dict[str, torch.Tensor]) -> None:
         self.losses: list[torch.Tensor] = []
@@ -211,8 +212,8 @@ class _Losses(Callback):
 
 
 def judge(curves: dict[str, list[float]]) -> list[str]:
-    """Return a line for each arm of ours: what it differs from plain by, beside what two seeds of plain differ
-    by, and whether the bars are met.
+    """Return a line for each arm of ours: its difference from plain, the difference of two seeds of plain, and whether
+    the bars are met.
     """
     first, second = (np.array(curves[name]) for name in ("plain, seed 0", "plain, seed 1"))
     spread = np.abs(second - first)
@@ -285,7 +286,7 @@ def write_curves(curves: dict[str, list[float]], *, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, write the curves, print the verdicts; 1 where a bar is missed."""
+    """Train, write the curves, and print the verdicts; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)

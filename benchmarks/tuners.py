@@ -10,13 +10,12 @@ r"""Time updates of preference, policy and distillation tuners, and compare them
 
 An arm is one process. Tasks: "dpo" has prompts of mean 512 and completions of mean 256 tokens, "grpo" prompts of mean
 1,024 and groups of 8 completions of mean 256 with given rewards (no sampling is timed), "distill" documents of mean 512
-and a teacher of the student's shape; "forward" is the time of
-the student's loss without a gradient. Ours trains one pack of the workload's max_tokens in a step; "+copies" repeats
-prompts instead of sharing them. TRL and Unsloth train as many rows in a step as the number says, a pair being one row
-and a completion of a group one row. Every system starts from the same adapters and prints a check: the mean loss of the
-same first examples, for "grpo" the gradient norm of the first two groups ("trl:16" trains just these in its first
-step). Figures count only where checks agree. Steps end at CUDA events; 4 warm-up steps, then 20.
-Ours also counts host syncs in the last warm-up step, by torch's debug mode.
+and a teacher of the student's shape; "forward" is the time of the student's loss without a gradient. Ours trains one
+pack of the workload's max_tokens in a step; "+copies" repeats prompts instead of sharing them. TRL and Unsloth train N
+rows in a step (``trl:N``); a row is a pair, or a completion of a group. Every system starts from the same adapters and
+prints a check: the mean loss of the same first examples, for "grpo" the gradient norm of the first two groups ("trl:16"
+trains just these in its first step). Figures count only if checks agree. Steps end at CUDA events; 4 warm-up steps,
+then 20. Ours also counts host syncs in the last warm-up step, by torch's debug mode.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ METRICS = {
     "check": ("check", "1"),
     "host_waits": ("host waits, whole step", "per step"),
 }
-# Kept apart from the driver's log by this mark.
+# This mark separates records from the log.
 RECORD = "RECORD "
 
 
@@ -86,13 +85,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def run_arms(options: argparse.Namespace, *, benchmark: str, arm_options: Sequence[str], workload: str) -> int:
-    """Run each arm in a process of its own, print its line, and write its figures to ``options.out``.
+    """Run each arm in its own process, print its line, and write its figures to ``options.out``.
 
     Args:
         options: Has arms, root, device, steps, out and arm_s.
         benchmark: Name of the script in this folder, whose command ``arm`` prints a line that begins with RECORD.
         arm_options: Further options of that command.
-        workload: Name of the rows' workload.
+        workload: Workload in the rows.
     """
     from benchmarks.results import append_rows
 
@@ -113,8 +112,8 @@ def run_arms(options: argparse.Namespace, *, benchmark: str, arm_options: Sequen
                     command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=options.arm_s, check=False
                 )
                 log.write(done.stdout)
-                found = [line for line in done.stdout.splitlines() if line.startswith(RECORD)]
-                record = json.loads(found[-1].removeprefix(RECORD)) if found else {"error": f"exit {done.returncode}"}
+                lines = [line for line in done.stdout.splitlines() if line.startswith(RECORD)]
+                record = json.loads(lines[-1].removeprefix(RECORD)) if lines else {"error": f"exit {done.returncode}"}
             except subprocess.TimeoutExpired:
                 record = {"error": f"over {options.arm_s:.0f} s"}
         if "error" in record:
@@ -245,7 +244,7 @@ class StepClock:
             self._waits.__enter__()
 
     def note_gradients(self, parameters: Any) -> None:
-        """Keep the norm of the first step's gradients."""
+        """Store the norm of the first step's gradients."""
         import torch
 
         if not self.gradient_norm:
@@ -253,7 +252,7 @@ class StepClock:
             self.gradient_norm = float(torch.stack(norms).norm())
 
     def step_done(self, num_examples: int) -> bool:
-        """Note the end of a step, and return whether it was the last."""
+        """Record the end of a step, and return whether it was the last."""
         import torch
 
         if self._waits is not None:
@@ -271,7 +270,7 @@ class StepClock:
         return len(self._marks) >= self.num_total
 
     def record(self) -> dict[str, Any]:
-        """Return time per step and examples per second of the timed steps, and host syncs where they were counted."""
+        """Return time per step and examples per second of the timed steps, and host syncs if they were counted."""
         import torch
 
         first, last = self._marks[NUM_WARMUP - 1], self._marks[-1]
@@ -417,7 +416,7 @@ def _num_examples(batch: Any) -> int:
 
 def _run_trl(options: argparse.Namespace, *, files: Any, system: str, mode: str) -> dict[str, Any]:
     if system == "unsloth":
-        # Unsloth asks to be imported before everything that it patches.
+        # Unsloth must be imported before the libraries that it patches.
         import unsloth  # noqa: F401
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -436,7 +435,7 @@ def _run_trl(options: argparse.Namespace, *, files: Any, system: str, mode: str)
         "per_device_eval_batch_size": NUM_CHECKED,
         "max_steps": clock.num_total,
         "learning_rate": LEARNING_RATE,
-        # Norms are noted after clipping there.
+        # Norms are recorded after clipping there.
         "max_grad_norm": 1e9,
         "logging_steps": 100_000,
         "save_strategy": "no",
@@ -469,7 +468,7 @@ def _run_trl(options: argparse.Namespace, *, files: Any, system: str, mode: str)
 
 
 def _load_peer(files: Any, *, system: str, is_cuda: bool, recomputes: bool) -> tuple[Any, Any]:
-    """Return a model with adapters, as each system's documentation makes it, and its tokenizer."""
+    """Return a model with adapters, built as in each system's documentation, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from benchmarks.ruler.cases import base_dtype, quantization_config

@@ -4,10 +4,10 @@ r"""Compare bf16 weights with stochastic rounding and 8-bit moments to bf16 weig
 
 A Llama of two layers, drawn at random, is trained in full on bytes of text for 300 steps: with fp32 masters and fp32
 moments from three seeds (weights and order of the text); with stochastic rounding and 8-bit moments from the same
-seeds; and rounded to nearest, which loses changes below half a unit. Bar: the mean of the last 20 losses with
-stochastic rounding is, for each seed, no further from that of masters than the seeds of masters are from each other.
-The run rounded to nearest is a control: it must miss the bar, or the learning rate is too large for the test to mean
-anything. Data: lines of JSON with "question" and "answer" (GSM8K).
+seeds; and rounded to nearest, which loses changes below half a unit. Bar: for each seed, the mean of the last 20
+losses with stochastic rounding differs from that of masters by at most the largest difference between seeds of masters.
+The run rounded to nearest is a control: it must miss the bar, or the learning rate is too large for the test to be
+meaningful. Data: lines of JSON with "question" and "answer" (GSM8K).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def judge(curves: dict[str, list[list[float]]]) -> tuple[list[str], bool]:
 
 
 def result_rows(curves: dict[str, list[list[float]]], *, command: str, device: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv: per arm the mean final loss, and the furthest from masters of the same seed."""
+    """Return rows for results.csv, each arm's mean final loss and largest distance from masters of its seed."""
     finals = {arm: [sum(run[-NUM_LAST:]) / NUM_LAST for run in runs] for arm, runs in curves.items()}
     masters, rows = finals["masters"], []
     for arm, losses in finals.items():
@@ -115,7 +115,7 @@ def result_rows(curves: dict[str, list[list[float]]], *, command: str, device: s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, write the curves, print the verdicts; 1 where the bar or the control is missed."""
+    """Train, write the curves, and print the verdicts; return 1 if the bar or the control is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for losses.csv, verdicts.txt and rows.csv")

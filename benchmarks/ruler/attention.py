@@ -1,4 +1,4 @@
-"""Say which attention ran in a system, for its record."""
+"""Describe the attention of a system, for its record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.ruler.flash_attn_stand_in import SUMMARY
 
 
 def describe_attention(model: Any) -> str:
-    """Return the attention that a transformers model is set to, and the packages that may serve it, if imported.
+    """Return the attention that a transformers model is set to, and the packages that may compute it, if imported.
 
     Example:
         >>> describe_attention(type("Model", (), {"config": type("C", (), {"_attn_implementation": "sdpa"})}))
@@ -21,12 +21,12 @@ def describe_attention(model: Any) -> str:
 
 
 def _packages() -> list[str]:
-    found = []
+    packages = []
     for module, package in (("flash_attn", "flash-attn"), ("xformers", "xformers")):
         if module in sys.modules:
             try:
                 about = metadata.metadata(package)
             except metadata.PackageNotFoundError:
                 continue
-            found.append(SUMMARY if about["Summary"] == SUMMARY else f"{package} {about['Version']}")
-    return found
+            packages.append(SUMMARY if about["Summary"] == SUMMARY else f"{package} {about['Version']}")
+    return packages

@@ -37,8 +37,8 @@ def build(workload: Workload, *, root: Path, device: str, dtype: torch.dtype) ->
 
     Args:
         workload: What to build.
-        root: Where; needs the size of the bf16 weights.
-        device: Where random weights are drawn.
+        root: Folder; needs space for the bf16 weights.
+        device: Device on which random weights are drawn.
         dtype: Dtype of the weights: bf16, or fp32 for CPU runs.
     """
     files = WorkloadFiles(root, workload)
@@ -93,8 +93,8 @@ def _condition(model: Any, *, tied: bool) -> None:
 
     With a library's default initialisation the branches swamp the residual stream, and rounding grows from layer to
     layer: two correct bf16 systems then have cosines of 0.997 to 0.998 in a deep model, and no judge could tell a fault
-        from noise. Scaled like this, the same two agree to 0.9997 (measured on CPU with 16 to 40 layers). Thresholds do
-        not change.
+    from noise. Scaled like this, the same two agree to 0.9997 (measured on CPU with 16 to 40 layers). Thresholds do not
+    change.
     """
     stream = float(model.config.initializer_range) if tied else 1.0
     if hasattr(model.model.layers[0], "post_feedforward_layernorm"):
@@ -111,7 +111,7 @@ def _condition(model: Any, *, tied: bool) -> None:
             _condition_experts(layer, branch=branch)
         dense = getattr(mlp, "shared_expert", None) if hasattr(mlp, "experts") else mlp
         if dense is not None:
-            # silu(gate) * up has 0.6 of its inputs' squares.
+            # The mean square of silu(gate) * up is 0.6 times that of its inputs.
             gains += [(dense.gate_proj, GATE_STD), (dense.up_proj, GATE_STD)]
             gains += [(dense.down_proj, branch / (0.6 * GATE_STD**2))]
         for linear, gain in gains:
@@ -119,7 +119,7 @@ def _condition(model: Any, *, tied: bool) -> None:
 
 
 def _condition_norms(model: Any) -> None:
-    """Scale a model whose branches end in norms (Gemma): these set the size of what is added, and heads are normed."""
+    """Scale a model whose branches end in norms (Gemma): the norms set the size of the sums, and heads are normed."""
     # Embeddings are multiplied by the root of the width.
     _set_std(model.model.embed_tokens, model.config.hidden_size**-0.5)
     branch = BRANCH_SHARE / math.sqrt(3 * len(model.model.layers))
@@ -139,10 +139,10 @@ def _condition_norms(model: Any) -> None:
 def _mixer_gains(mixer: Any, *, branch: float) -> list[tuple[Any, float]]:
     """Return the projections of attention, or of the gated delta layer in its place, with the size of their outputs."""
     if hasattr(mixer, "in_proj_qkv"):
-        # The output is normed and multiplied with silu(z), which has 0.6 of the size of z.
+        # The output is normed and multiplied by silu(z), whose size is 0.6 times that of z.
         inputs = (mixer.in_proj_qkv, mixer.in_proj_z, mixer.in_proj_b, mixer.in_proj_a)
         return [*((linear, 1.0) for linear in inputs), (mixer.out_proj, branch / 0.6)]
-    # Attention averages values, so its output is smaller than its input; 2 makes up for some of it.
+    # Attention averages values, so its output is smaller than its input; the factor 2 compensates some of it.
     inputs = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
     return [*((linear, 1.0) for linear in inputs), (mixer.o_proj, 2.0 * branch)]
 
@@ -157,12 +157,12 @@ def _condition_experts(layer: Any, *, branch: float) -> None:
     """
     mlp, is_gpt_oss = layer.mlp, hasattr(layer.mlp, "router")
     router, experts = _router(mlp), mlp.experts
-    # gpt-oss stores (experts, inputs, outputs), and its gate, (up + 1) * gate * sigmoid(1.7 gate), has 0.55 where
-    # silu(gate) * up has 0.6 of squares.
+    # gpt-oss stores (experts, inputs, outputs). Its gate, (up + 1) * gate * sigmoid(1.7 gate), scales mean squares by
+    # 0.55, silu(gate) * up by 0.6.
     num_inner = experts.down_proj.shape[1 if is_gpt_oss else 2]
     inner = 0.55 if is_gpt_oss else 0.6 * GATE_STD**2
     experts.gate_up_proj.normal_(std=GATE_STD * router.weight.shape[1] ** -0.5)
-    # A weighted mean of experts is smaller than each of them: 1.5 makes up for it.
+    # A weighted mean of experts is smaller than each of them; the factor 1.5 compensates this.
     experts.down_proj.normal_(std=1.5 * branch / inner * num_inner**-0.5)
     if is_gpt_oss:
         router.bias.normal_(std=0.1)
@@ -181,10 +181,10 @@ def _router(mlp: Any) -> Any:
 
 @torch.no_grad()
 def _write_routes(model: Any, *, is_skewed: bool) -> None:
-    """Give every token id its experts: their directions in its embedding, and routers that read them, each layer with
-    other experts for them.
+    """Assign experts to every token id, other ones in each layer: its embedding has their directions, and the routers
+    read these.
 
-    Experts are drawn evenly, or half of each token's from a tenth of the experts.
+    Experts are drawn uniformly, or half of each token's experts from a tenth of all.
     """
     generator = torch.Generator().manual_seed(13)
     routers = [_router(layer.mlp) for layer in model.model.layers]
@@ -202,7 +202,7 @@ def _write_routes(model: Any, *, is_skewed: bool) -> None:
         expert_WK = torch.cat(parts, dim=1)
     else:
         expert_WK = score.topk(num_chosen).indices
-    # In an order of its own, so that the weights of busy experts are not the small ones.
+    # In a separate order, so that the busy experts do not always have the small weights.
     expert_WK = expert_WK.gather(1, torch.rand(expert_WK.shape, generator=generator).argsort(dim=1))
     direction_ED = (
         torch.linalg.qr(torch.randn(width, num_experts, generator=generator)).Q.T.contiguous().to(table.device)
@@ -217,7 +217,7 @@ def _write_routes(model: Any, *, is_skewed: bool) -> None:
 
 @torch.no_grad()
 def _measure_routing(model: Any, pack: Pack) -> dict[str, Any]:
-    """Return what the busiest tenth of the experts gets in each layer, on the longest document of a pack."""
+    """Return the share of the busiest tenth of the experts in each layer, on the longest document of a pack."""
     shares: list[float] = []
     handles = [
         _router(layer.mlp).register_forward_hook(
@@ -250,15 +250,15 @@ def busiest_share(expert_TK: torch.Tensor, num_experts: int) -> float:
 
 
 def num_busy(num_experts: int) -> int:
-    """Return how many experts are a tenth of them."""
+    """Return a tenth of the number of experts."""
     return max(1, num_experts // 10)
 
 
 def _mixture_shapes(model: Any, workload: Workload) -> dict[str, tuple[int, int, float]]:
-    """Return rows and columns of B and A for every adapted weight by the name of its wrapper; stacks count all
-    their experts' ranks apart.
+    """Return rows and columns of B and A for every adapted weight by the name of its wrapper; for stacks, the ranks of
+    all experts are added.
     """
-    found = {
+    shapes = {
         name: (*module.weight.shape, float(module.weight.detach().float().std()))
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in workload.target_modules
@@ -269,12 +269,12 @@ def _mixture_shapes(model: Any, workload: Workload) -> dict[str, tuple[int, int,
                 _, rows, columns = (stack := getattr(module, parameter).detach()).shape
                 if getattr(module, "is_transposed", False):
                     rows, columns = columns, rows
-                found[f"{name}.{wrapper}".rstrip(".")] = (rows, columns, float(stack.float().std()))
-    return found
+                shapes[f"{name}.{wrapper}".rstrip(".")] = (rows, columns, float(stack.float().std()))
+    return shapes
 
 
 def _write_tokenizer(files: WorkloadFiles) -> None:
-    """Write a word tokenizer: peers insist on one, although every system reads token ids."""
+    """Write a word tokenizer: peers require one, although every system reads token ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

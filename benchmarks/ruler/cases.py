@@ -1,5 +1,5 @@
-"""One case of an arm - a system in one mode on one label share - and the recorder that judges it, times it and
-writes its raw record.
+"""One case of an arm (a system in one mode on one label share), and the recorder that judges it, times it and writes
+its raw record.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from benchmarks.ruler.measure import (
 from benchmarks.ruler.proof import TrainingProof
 from benchmarks.ruler.workloads import Pack, Workload, WorkloadFiles
 
-# A step above this is measured 10 times instead of 30.
+# Above this step time, 10 steps are measured instead of 30.
 LONG_STEP_MS = 3000.0
 NUM_LONG_STEPS = 10
-# Where the time of a case is limited.
+# Fewest timed steps if the time of a case is limited.
 LEAST_STEPS = 10
 MAX_GRADIENT_NORM = 1.0
-# bitsandbytes' AdamW with averages in 8 bits, and each system's own one in one pass; then what ours has beside them.
+# bitsandbytes' AdamW with moments in 8 bits, and each system's own fused one; ours has further ones.
 OPTIMIZERS = ("adamw_8bit", "adamw_fused")
 OUR_OPTIMIZERS = (*OPTIMIZERS, "adamw_fused_8bit")
 REFERENCE_ONLY = "asked for its gradients only"
 # Adapters, and all weights.
 LEARNING_RATE, FULL_LEARNING_RATE = 2e-4, 1e-5
-# What an arm may raise without taking the other cases of its process along; a killed process is the driver's concern.
+# Exceptions that end one case and not its process; the driver handles a killed process.
 _CASE_FAILURES = (
     RuntimeError,
     ValueError,
@@ -66,19 +66,18 @@ class Case:
     Args:
         workload: Name of the workload.
         system: "plain", "ours", "unsloth" or "trl".
-        mode: What the system is asked to do with activations, and what is added to it, for example "recompute" or
-            "keep+liger".
+        mode: Policy for activations and further parts, for example "recompute" or "keep+liger".
         label_share: Share of tokens that are trained.
-        optimizer: One of OUR_OPTIMIZERS; of a peer, of OPTIMIZERS.
+        optimizer: One of OUR_OPTIMIZERS; for a peer, one of OPTIMIZERS.
         num_warmup: Steps before the first timed one, at least 1; the first of them is the judged step.
-        num_steps: Timed steps; 0 to leave reference gradients only.
-        diagnose: Whether a case that fails the judge is timed for the raw log all the same (it still gets no row).
-        half: Number of the process, from 1, where several share the timed steps of a row, 0 where one takes them all.
-        repeat: What sets a repetition of the same case apart, for example "A/A".
-        is_judged: Whether a case of the plain arm is compared with reference gradients that are there, instead of
-            leaving them.
-        most_seconds: Steps are timed no longer than this, and no fewer than LEAST_STEPS; 0 for all of num_steps.
-        is_fresh: Whether it is the first of its process, so that its first steps compile what those of a user compile.
+        num_steps: Timed steps; 0 to write reference gradients only.
+        diagnose: Whether a case that fails the judge is still timed for the raw log (it gets no row).
+        half: Number of the process, from 1, if several share the timed steps of a row; 0 if one takes them all.
+        repeat: Label of a repetition of the same case, for example "A/A".
+        is_judged: Whether a case of the plain arm is compared with existing reference gradients, instead of writing
+            them.
+        most_seconds: Limit of the timed steps, of which there are at least LEAST_STEPS; 0 for all of num_steps.
+        is_fresh: Whether it is the first of its process, so that its first steps compile as those of a user do.
         call: Number of the command that measured it, from 1: a row may be completed on another machine.
     """
 
@@ -104,23 +103,23 @@ class Case:
 
     @property
     def num_long_steps(self) -> int:
-        """Timed steps where one takes longer than LONG_STEP_MS."""
+        """Timed steps if a step takes longer than LONG_STEP_MS."""
         return NUM_LONG_STEPS if self.half == 0 else (NUM_LONG_STEPS + 1) // 2
 
 
 class CaseRecorder:
     """Follow one case step by step.
 
-    Call, in every step: ``batch_arrived`` with the batch before it is copied to the device, ``backward_done`` before
-    gradients are clipped, ``step_done`` after the optimizer; stop when it returns True. Step 0 is judged on the first
-    pack; the last warm-up step counts host waits and is not timed. Timed steps must prove that they train
+    In every step call ``batch_arrived`` with the batch before it is copied to the device, ``backward_done`` before
+    gradients are clipped, and ``step_done`` after the optimizer; stop when it returns True. Step 0 is judged on the
+    first pack; the last warm-up step counts host syncs and is not timed. Timed steps must prove that they train
     (benchmarks/ruler/proof.py). The whole run, from the first batch to the last timed step, is timed by the host;
     comparisons of gradients are not part of it (``not_counted``).
 
     Args:
-        case: What is measured.
+        case: The case to measure.
         files: The built workload.
-        packs: Packs in the order they are trained.
+        packs: Packs in training order.
         is_cuda: Whether steps run on a GPU.
         is_reference: Whether this case's gradients become the reference (the first case of the plain arm).
     """
@@ -152,19 +151,19 @@ class CaseRecorder:
 
     @property
     def num_total(self) -> int:
-        """Most steps that this case can take."""
+        """Maximum number of steps of this case."""
         return self.case.num_warmup + self.case.num_steps
 
     def pack_at(self, step: int) -> Pack:
-        """Return the pack of a step, always another one: when the token file is used up, its packs come renewed."""
+        """Return the pack of a step, never the same twice: after the end of the token file its packs are changed."""
         num_rounds, number = divmod(step, len(self._packs))
         return self._packs[number].renewed(num_rounds)
 
     def batch_arrived(self, batch: Any = None) -> None:
-        """Count the tokens of the batch; start counting host waits in the last warm-up step.
+        """Count the tokens of the batch; start counting host syncs in the last warm-up step.
 
         Args:
-            batch: What the model is called with, on the host or on the device; a case that shows none gets no row.
+            batch: Arguments of the model, on the host or on the device; a case without any gets no row.
         """
         if self.step == 0:
             self._run_start = time.perf_counter()
@@ -174,8 +173,8 @@ class CaseRecorder:
             self._waits.__enter__()
 
     def backward_done(self, model: torch.nn.Module, *, loss: torch.Tensor | None = None) -> None:
-        """Note the host waits so far; in step 0 judge the gradients of model and note the loss, in timed steps look
-        at them.
+        """Record the host syncs so far; judge the gradients and record the loss in step 0, and check the gradients in
+        timed steps.
         """
         if self._waits is not None:
             self.record["host_waits"] = self._waits.count_so_far()
@@ -192,7 +191,7 @@ class CaseRecorder:
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
-        """Leave out of the time of the whole run what only the benchmark does; waits for the device at both ends."""
+        """Exclude work of the benchmark itself from the time of the whole run; syncs with the device at both ends."""
         self._synchronize()
         start = time.perf_counter()
         yield
@@ -204,7 +203,7 @@ class CaseRecorder:
             torch.cuda.synchronize()
 
     def close(self) -> int | None:
-        """Stop counting host waits and return them; None if they are not being counted."""
+        """Stop counting host syncs and return their number; None if they are not being counted."""
         if self._waits is None:
             return None
         waits, self._waits = self._waits, None
@@ -213,7 +212,7 @@ class CaseRecorder:
         return waits.count
 
     def step_done(self) -> bool:
-        """Note the end of a step; return True when the case is over."""
+        """Record the end of a step; return True when the case is over."""
         num_waits = self.close()
         if num_waits is not None:
             self.record["host_waits_step"] = num_waits
@@ -230,7 +229,7 @@ class CaseRecorder:
         return over
 
     def release(self) -> None:
-        """Let the model go: a recorder outlives the case that it followed."""
+        """Drop the reference to the model: a recorder outlives its case."""
         self._proof.release()
 
     def _judge(self, model: torch.nn.Module) -> None:
@@ -242,12 +241,12 @@ class CaseRecorder:
         if not self.verdict.passed:
             self._num_timed = min(self._num_timed, self.case.num_long_steps)
         if self._is_cuda:
-            # The copies of the comparison are no part of the system's memory.
+            # The copies for the comparison do not count as memory of the system.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def _compare(self, model: torch.nn.Module) -> judging.Verdict:
-        """Compare gradients, names and counts of what is trained with the plain arm's, and the batch with its pack."""
+        """Compare gradients, names and counts of trained tensors with the plain arm's, and the batch with its pack."""
         gradients = judging.view_gradients(model)
         path = self._files.reference(self.case.label_share)
         reference = None
@@ -270,7 +269,7 @@ class CaseRecorder:
         return verdict
 
     def _begin_timing(self) -> None:
-        # One wait for the device, between warm-up and timing; the clock goes on from the mark just made.
+        # One device sync, between warm-up and timing; the clock continues from the mark just made.
         warmup_ms = self._clock.read_ms()
         self.record["warmup_ms"] = warmup_ms
         if warmup_ms and min(warmup_ms[-2:]) > LONG_STEP_MS:
@@ -295,12 +294,13 @@ class CaseRecorder:
         num_tokens = sum(pack.input_id_T.size for pack in timed)
         num_labelled = sum(int((pack.label_T(self.case.label_share) != -100).sum()) for pack in timed)
         summary = summarise_ms(step_ms)
-        # Where steps have as many real tokens as happens (padded batches), the rate is that of all of them together.
+        # In padded batches the number of real tokens varies from step to step, so the rate is that of all steps
+        # together.
         is_even = len({pack.input_id_T.size for pack in timed}) == 1
         seconds = (summary["median"] if is_even else sum(step_ms) / len(step_ms)) / 1e3
         peak_gib = peak_memory_gib(is_cuda=self._is_cuda)
         if "graphs" in self.case.mode.split("+") or self.record.get("graphs_check"):
-            # What graphs compute in counts as free between their recordings, and is not: it stays reserved for them.
+            # Memory of graphs counts as free between their recordings, but it stays reserved for them.
             peak_gib["allocated"] = peak_gib["reserved"]
         self.record.update(
             whole_run_s=whole_run_s,
@@ -321,7 +321,7 @@ class CaseRecorder:
 
 
 class CaseLog:
-    """Append finished cases to a JSON-lines file at once, so that a killed process loses only the case it was in."""
+    """Append each finished case to a JSON-lines file at once, so that a killed process loses only its current case."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -334,12 +334,12 @@ class CaseLog:
 
 
 def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, log: CaseLog) -> dict[str, Any]:
-    """Run one case and write its record, whatever becomes of it.
+    """Run one case and write its record, also if it fails.
 
     Args:
-        recorder: Of this case.
-        body: Trains until the recorder says stop.
-        log: Where the record goes.
+        recorder: The recorder of the case.
+        body: Trains until the recorder returns True.
+        log: Takes the record.
     """
     record = recorder.record
     record["versions"], record["command"], record["card"] = versions(), " ".join(sys.argv), find_card()
@@ -366,7 +366,7 @@ def run_case(recorder: CaseRecorder, body: Callable[[CaseRecorder], None], *, lo
 
 
 def drop_frames(error: BaseException) -> None:
-    """Forget the frames of an exception and of those behind it: they hold the activations of the failed step."""
+    """Clear the frames of an exception and of its causes: they hold the activations of the failed step."""
     seen: set[int] = set()
     chain: list[BaseException | None] = [error]
     while chain:
@@ -378,7 +378,7 @@ def drop_frames(error: BaseException) -> None:
 
 
 def case_failures() -> tuple[type[BaseException], ...]:
-    """Return what a case may raise without ending its process; Triton's errors share no built-in base."""
+    """Return the exceptions that end a case and not its process; Triton's errors have no common built-in base."""
     try:
         from triton.errors import TritonError
     except ImportError:
@@ -403,8 +403,8 @@ def reason_without_row(record: dict[str, Any]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what ran, and the device."""
-    found = {"python": platform.python_version()}
+    """Return the versions of the system, and the device."""
+    packages = {"python": platform.python_version()}
     for package in (
         "torch",
         "transformers",
@@ -420,18 +420,18 @@ def versions() -> dict[str, str]:
         "lightning_fastft",
     ):
         try:
-            found[package] = metadata.version(package)
+            packages[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-    return found
+        packages["device"] = torch.cuda.get_device_name()
+    return packages
 
 
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], *, name: str, is_cuda: bool, learning_rate: float = LEARNING_RATE
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a loop that we drive ourselves; plain AdamW on a CPU, where bitsandbytes has none."""
+    """Return the optimizer of a loop of the benchmark; plain AdamW on a CPU, where bitsandbytes has none."""
     if name == "adamw_8bit" and is_cuda:
         from bitsandbytes.optim import AdamW8bit
 
@@ -450,7 +450,7 @@ def base_dtype(*, is_cuda: bool) -> torch.dtype:
 
 
 def quantization_config(workload: Workload, *, is_cuda: bool) -> Any:
-    """Return the BitsAndBytesConfig that every system is given, or None."""
+    """Return the BitsAndBytesConfig of every system, or None."""
     if workload.quantization is None:
         return None
     from transformers import BitsAndBytesConfig

@@ -1,4 +1,4 @@
-"""Ask nvidia-smi about the GPU of a run: which card it is, and the clock of its multiprocessors in timed steps."""
+"""Read the identity of the GPU of a run and its SM clock in timed steps from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TIME_FORMAT = "%Y/%m/%d %H:%M:%S.%f"
 
 
 class ClockLog(AbstractContextManager):
-    """Append time and SM clock to a file while it is open; nothing happens where there is no nvidia-smi.
+    """Append time and SM clock to a file while it is open; no-op without nvidia-smi.
 
     Args:
-        path: The file: local time and MHz as nvidia-smi writes them, one sample a line.
+        path: The file: local time and MHz as nvidia-smi writes them, one sample per line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class ClockLog(AbstractContextManager):
 
 
 def query_gpu(fields: str) -> list[str]:
-    """Return what nvidia-smi says of the first GPU that the run may use; nothing where there is no nvidia-smi."""
+    """Return the answer of nvidia-smi for the first GPU that the run may use; empty without nvidia-smi."""
     command = _command(fields, "csv,noheader")
     if not command:
         return []
@@ -53,7 +53,7 @@ def query_gpu(fields: str) -> list[str]:
 
 
 def find_card() -> str:
-    """Return a name of the card of the run, the same for the same card; empty where there is no nvidia-smi."""
+    """Return a name that identifies the card of the run; empty without nvidia-smi."""
     return "".join(hashlib.sha256(uuid.encode()).hexdigest()[:8] for uuid in query_gpu("uuid"))
 
 
@@ -66,9 +66,9 @@ def _command(fields: str, form: str) -> list[str]:
 
 
 def read_clocks(path: Path) -> list[tuple[float, float]]:
-    """Return the samples of a file as seconds since 1970 and MHz, oldest first; none where there is no file.
+    """Return the samples of a file as seconds since 1970 and MHz, oldest first; none if there is no file.
 
-    What is no sample (a last line that was cut off, a clock that the driver does not tell) is left out.
+    Lines that are no sample (a truncated last line, a clock that the driver does not report) are skipped.
     """
     if not path.exists():
         return []
@@ -78,7 +78,7 @@ def read_clocks(path: Path) -> list[tuple[float, float]]:
 
 
 def append_clocks(samples: Sequence[tuple[float, float]], *, path: Path) -> None:
-    """Append samples in the form in which they are read."""
+    """Append samples in the format of nvidia-smi."""
     with path.open("a", encoding="utf-8") as file:
         for moment, clock in samples:
             file.write(f"{datetime.fromtimestamp(moment).astimezone().strftime(_TIME_FORMAT)}, {clock:.0f}\n")
@@ -89,11 +89,11 @@ def _seconds(text: str) -> float:
 
 
 def median_clock_mhz(samples: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> float | None:
-    """Return the median clock of the samples in any of these spans of seconds; None where there is none.
+    """Return the median clock of the samples in any of these spans of seconds; None without samples.
 
     Example:
         >>> median_clock_mhz([(1.0, 345.0), (2.0, 1980.0), (3.0, 1965.0), (4.0, 1980.0)], [(1.5, 4.5)])
         1980.0
     """
-    found = [clock for moment, clock in samples if any(begin <= moment <= end for begin, end in spans)]
-    return statistics.median(found) if found else None
+    clocks = [clock for moment, clock in samples if any(begin <= moment <= end for begin, end in spans)]
+    return statistics.median(clocks) if clocks else None

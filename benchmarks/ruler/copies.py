@@ -6,7 +6,7 @@ from lightning_fastft.monitor.report.copies import CopyUse, StepProfile, copy_us
 
 
 class CopyProfile:
-    """Record one step on a GPU: ``start`` before it, ``stop`` after it; on a CPU there is nothing to record.
+    """Record one step on a GPU: call ``start`` before it and ``stop`` after it. No-op on a CPU.
 
     Args:
         is_cuda: Whether there is a GPU.
@@ -16,11 +16,11 @@ class CopyProfile:
         self._profile = StepProfile(is_cuda=True) if is_cuda else None
 
     def start(self) -> None:
-        """Wait for the device, then begin."""
+        """Sync with the device, then start."""
         if self._profile is not None:
             self._profile.start()
 
     def stop(self) -> CopyUse | None:
-        """Wait for the device and return what the copies did; None on a CPU, or where nothing was begun."""
+        """Sync with the device and return a summary of the copies; None on a CPU or without ``start``."""
         trace = None if self._profile is None else self._profile.stop()
         return None if trace is None else copy_use(trace.kernels, trace.copies)

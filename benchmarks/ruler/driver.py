@@ -1,4 +1,4 @@
-"""Run arms one after the other, each in its own process, within a time budget; no arm can stop another."""
+"""Run arms one after the other, each in its own process, within a time budget; a failed arm stops no other."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from benchmarks.ruler.flash_attn_stand_in import write_package
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
-# Less than this is not enough to import, load and warm up.
+# Least time to import, load and warm up.
 LEAST_SECONDS = 30.0
 
 
 def parse_arm(text: str, *, template: Case) -> list[Case]:
     """Return the cases of one arm from "system:mode,mode": one process.
 
-    A mode may carry a label share and an optimizer: "keep+liger@0.3/adamw_fused". "plain:reference" leaves the
-    reference gradients and is not timed; what follows it ("reference+flex") is kept.
+    A mode may have a label share and an optimizer: "keep+liger@0.3/adamw_fused". "plain:reference" writes the
+    reference gradients and is not timed; further parts ("reference+flex") apply.
 
     Raises:
-        ValueError: The text has no system or no mode, or names an optimizer that its system has not.
+        ValueError: The text has no system or no mode, or an optimizer that its system does not have.
 
     Example:
         >>> [case.label_share for case in parse_arm("ours:keep,keep@0.3", template=Case("tiny", "", ""))]
@@ -62,17 +62,17 @@ def parse_arm(text: str, *, template: Case) -> list[Case]:
 
 
 def check_references(arms: Sequence[Sequence[Case]], *, root: Path) -> None:
-    """Refuse arms that have no gradients to be compared with, before the first of them runs.
+    """Refuse arms without reference gradients, before the first arm runs.
 
     Raises:
-        ValueError: No plain arm comes before, and no earlier run left its gradients.
+        ValueError: There is no earlier plain arm, and no earlier run wrote its gradients.
     """
-    found: set[float] = set()
+    shares: set[float] = set()
     for case in (case for cases in arms for case in cases):
         files = WorkloadFiles(root, WORKLOADS[case.workload])
         if case.system == "plain":
-            found.add(case.label_share)
-        elif case.label_share not in found and not files.reference(case.label_share).exists():
+            shares.add(case.label_share)
+        elif case.label_share not in shares and not files.reference(case.label_share).exists():
             share = "" if case.label_share == 1 else f"@{case.label_share:g}"
             raise ValueError(
                 f"Nothing to compare the gradients of {case.title!r} with: put plain:reference{share} before it."
@@ -94,13 +94,13 @@ def run_arms(
 
     Args:
         arms: Cases of one process each.
-        root: Where the workloads are built.
+        root: Folder of the built workloads.
         raw: JSON-lines file that every process appends to.
-        log: File that takes what the processes print.
+        log: File for the output of the processes.
         device: "cuda" or "cpu".
-        budget_seconds: For all arms together.
-        arm_seconds: Most for one arm.
-        module: Whose "arm" command runs one of them.
+        budget_seconds: Limit of all arms together.
+        arm_seconds: Limit of one arm.
+        module: Module whose command "arm" runs one arm.
     """
     deadline = time.monotonic() + budget_seconds
     for cases in arms:
@@ -126,7 +126,7 @@ def run_arms(
 def _run_process(
     cases: Sequence[Case], *, root: Path, raw: Path, log: Path, device: str, seconds: float, module: str
 ) -> str:
-    """Run one arm; return what went wrong with its process, or nothing."""
+    """Run one arm; return the error of its process, empty if there is none."""
     command = [
         sys.executable, "-m", module, "arm", "--cases", json.dumps([asdict(case) for case in cases]),
         "--root", str(root), "--raw", str(raw), "--device", device,
@@ -134,7 +134,7 @@ def _run_process(
     with log.open("ab") as sink:
         sink.write(f"\n===== {' '.join(case.title for case in cases)} =====\n".encode())
         sink.flush()
-        # A session of its own, so that what a peer starts (compile workers, data loaders) ends with it.
+        # A session of its own, so that processes of a peer (compile workers, data loaders) end with it.
         environment = environment_of(cases[0].system, device=device, folder=raw.parent / "flash_attn")
         process = subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, env=environment
@@ -149,9 +149,9 @@ def _run_process(
 
 
 def environment_of(system: str, *, device: str, folder: Path) -> dict[str, str]:
-    """Return the environment of an arm; a peer on a GPU without flash-attn finds a stand-in, written to folder.
+    """Return the environment of an arm; for a peer on a GPU without flash-attn, with a stand-in that folder holds.
 
-    Only the real package has compiled kernels: any other would be taken for it in the records.
+    Only the compiled kernels identify the real package: an earlier stand-in must not be taken for it.
     """
     path = os.environ.get("PYTHONPATH", "")
     if system != "ours" and device == "cuda" and importlib.util.find_spec("flash_attn_2_cuda") is None:
@@ -160,7 +160,7 @@ def environment_of(system: str, *, device: str, folder: Path) -> dict[str, str]:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End the process and whatever it started, also where it has ended by itself."""
+    """End the process and its children, also if the process itself has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -172,7 +172,7 @@ def _last_line(log: Path) -> str:
 
 
 def _note_missing(cases: Sequence[Case], *, raw: Path, num_before: int, reason: str) -> None:
-    """Write a record for every case that left none."""
+    """Write a record for every case without one."""
     present = {_key(record) for record in read_records(raw)[num_before:]}
     for case in cases:
         record = {**asdict(case), "title": case.title, "reason": reason}

@@ -1,7 +1,7 @@
-"""Give peers the one gradient that fla-core refuses on Hopper with Triton 3.4 to 3.7.0, by our kernel.
+"""Compute with our kernel the one gradient that fla-core refuses on Hopper with Triton 3.4 to 3.7.0, for peers.
 
-fla-core's chunk_bwd_dqkwg raises there (fla-org issue 640), so no system that trains gated delta rules with it would have
-a row. Everything else of fla-core stays as it is.
+fla-core's chunk_bwd_dqkwg raises there (fla-org issue 640), so no system that trains gated delta rules with it would
+have a row. All else in fla-core is unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_fastft.kernels.chunk_gradients.reference import CHUNK, ChunkInput
 
 
 def install_fla_gradient() -> bool:
-    """Exchange chunk_bwd_dqkwg in this process, if fla-core is here; return whether it is."""
+    """Replace chunk_bwd_dqkwg in this process; return False without fla-core."""
     try:
         import fla.ops.gated_delta_rule.chunk as chunk
     except ImportError:
@@ -39,7 +39,7 @@ def _gradients(
     chunk_indices: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Return what fla-core's function returns, for packed rows or for rows of one length."""
+    """Return what fla-core's function returns, for packed rows or rows of one length."""
     num_rows, num_tokens = q.shape[:2]
     if cu_seqlens is None or chunk_indices is None:
         num_chunks = -(-num_tokens // CHUNK)
@@ -48,5 +48,5 @@ def _gradients(
         chunk_indices = torch.stack([places // num_chunks, places % num_chunks], dim=1)
     rows = (x.flatten(0, 1).contiguous() for x in (q, k, v, do, h, dh, g))
     d_value = dv.flatten(0, 1).contiguous()
-    found = chunk_gradients(ChunkInputs(*rows, cu_seqlens, chunk_indices, scale, d_value_TJV=d_value))
-    return tuple(x.unflatten(0, (num_rows, num_tokens)) for x in found if x is not None)
+    gradients = chunk_gradients(ChunkInputs(*rows, cu_seqlens, chunk_indices, scale, d_value_TJV=d_value))
+    return tuple(x.unflatten(0, (num_rows, num_tokens)) for x in gradients if x is not None)

@@ -131,9 +131,11 @@ def unpad_input(
 
 def _refuse(**options: Any) -> None:
     allowed = {"deterministic", "return_attn_probs"}
-    asked = [name for name, value in options.items() if value and name not in allowed]
-    if asked or options.get("return_attn_probs"):
-        raise NotImplementedError(f"The stand-in for flash-attn has no {', '.join(asked) or 'return_attn_probs'}.")
+    unsupported = [name for name, value in options.items() if value and name not in allowed]
+    if unsupported or options.get("return_attn_probs"):
+        raise NotImplementedError(
+            f"The stand-in for flash-attn has no {', '.join(unsupported) or 'return_attn_probs'}."
+        )
 
 
 def _per_document(
@@ -148,7 +150,7 @@ def _per_document(
     window: tuple[int | None, int | None],
 ) -> torch.Tensor:
     """Return the result of the kernels, computed by SDPA; the last query of a document is aligned with its last key."""
-    found = []
+    outputs = []
     for number in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[number : number + 2].tolist()), slice(*starts_k[number : number + 2].tolist())
         num_rows, num_keys = rows.stop - rows.start, keys.stop - keys.start
@@ -159,9 +161,9 @@ def _per_document(
         if window[0] is not None:
             mask &= ahead >= -window[0]
         heads = [x[part].transpose(0, 1) for x, part in ((q, rows), (k, keys), (v, keys))]
-        found.append(
+        outputs.append(
             torch.nn.functional.scaled_dot_product_attention(
                 *heads, attn_mask=mask, scale=scale, enable_gqa=True
             ).transpose(0, 1)
         )
-    return torch.cat(found)
+    return torch.cat(outputs)

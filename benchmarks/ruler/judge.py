@@ -1,14 +1,14 @@
-"""The judge: a system is timed only if one step on one packed batch gives the plain arm's gradients.
+"""The judge: a system is timed only if its gradients of one step on a packed batch equal those of the plain arm.
 
 Each trainable tensor is compared with the same tensor of the plain arm (the first system, Hugging Face's own loss):
-cosine at least 0.999 and norm within 2 %. Gradients may be bf16 or fp32 where they were made; they are compared as
-float64 sums of fp32 values, so that the comparison adds no rounding of its own. On the
-ruler's weights the errors of bf16 arithmetic (other orders of summation, 0.4 % per rounding) stay inside these limits
-(see ``_condition`` in building.py); a system outside of the limits gets no row.
+cosine at least 0.999 and norm within 2 %. Gradients may be bf16 or fp32; they are compared as float64 sums of fp32
+values, so that the comparison adds no rounding of its own. On the ruler's weights the errors of bf16 arithmetic (other
+orders of summation, 0.4 % per rounding) stay within these limits (see ``_condition`` in building.py). A system outside
+of the limits gets no row.
 
-Modes with "+fp8" compute an approximation: a product of e4m3 numbers is 3.7 % off by its norm, more than the limits
-above allow to any gradient. They have wider limits, cosine at least 0.98 and norm within 10 %, which are in the
-verdict and in the raw record. Their rows have "fp8" in the mode, so they are never mixed with rows of bf16. These
+Modes with "+fp8" compute an approximation: a product of e4m3 numbers is off by 3.7 % of its norm, more than the limits
+above allow. They have wider limits, cosine at least 0.98 and norm within 10 %, which are in the verdict and in the raw
+record. Their rows have "fp8" in the mode, so they are never mixed with rows of bf16. These
 limits still catch a wrong layer: a lost scale, a transposed weight or a missing product has a far lower cosine. They do
 not show that training converges equally well; the curves of benchmarks/training_curves.py (``--fp8``) do.
 
@@ -40,7 +40,7 @@ _LAYER_NAME = re.compile(r"\blayers\.(\d+\..+)$")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a gradient may differ by from the plain arm's.
+    """Limits on the difference of a gradient from that of the plain arm.
 
     Args:
         min_cosine: Least cosine.
@@ -52,7 +52,7 @@ class Limits:
 
 
 def limits_of(mode: str) -> Limits:
-    """Return the limits that a mode is judged by.
+    """Return the limits for a mode.
 
     Example:
         >>> limits_of("keep+fused+fp8")
@@ -63,16 +63,16 @@ def limits_of(mode: str) -> Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge found.
+    """The result of a comparison.
 
     Args:
         passed: Whether the system may be timed.
-        reason: Why not; empty when passed.
+        reason: Why it may not; empty if passed.
         num_tensors: Tensors compared.
         worst_cosine: Lowest cosine, with its tensor's name.
         worst_norm_error: Largest relative difference of norms, with its tensor's name.
         lowest: The five tensors with the lowest cosine: name, cosine, relative norm error.
-        limits: What the gradients were judged by.
+        limits: The limits that applied.
     """
 
     passed: bool
@@ -86,12 +86,12 @@ class Verdict:
 
     def describe(self) -> str:
         """Return the verdict in one line."""
-        found = (
+        summary = (
             f"{self.num_tensors} gradients, lowest cosine {self.worst_cosine[1]:.6f} ({self.worst_cosine[0]}), "
             "largest norm difference "
         )
-        found += f"{self.worst_norm_error[1]:.2%} ({self.worst_norm_error[0]}){self._limits_text()}"
-        return f"{'passed' if self.passed else 'REFUSED: ' + self.reason}; {found}"
+        summary += f"{self.worst_norm_error[1]:.2%} ({self.worst_norm_error[0]}){self._limits_text()}"
+        return f"{'passed' if self.passed else 'REFUSED: ' + self.reason}; {summary}"
 
     def _limits_text(self) -> str:
         if self.limits == Limits():
@@ -107,12 +107,12 @@ class Verdict:
 
 
 def canonical_name(name: str, *, parameter: str | None = None) -> str | None:
-    """Return "<layer>.<module>.<A|B>" for an adapter tensor, whatever wraps the model; None for another tensor.
+    """Return "<layer>.<module>.<A|B>" for an adapter tensor, independent of wrappers; None for another tensor.
 
     Args:
-        name: Of the tensor.
-        parameter: What the wrapper of a stack of expert weights says that it wraps; None to go by the order in which
-            PEFT 0.21 nests wrappers.
+        name: Name of the tensor.
+        parameter: Name of the parameter that the wrapper of a stack of expert weights wraps; None to infer it from the
+            order in which PEFT 0.21 nests wrappers.
 
     Example:
         >>> canonical_name("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight")
@@ -131,11 +131,10 @@ def canonical_name(name: str, *, parameter: str | None = None) -> str | None:
 
 
 def fit_layout(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """Return adapter tensors with A and B of a stack exchanged where that gives the wanted shapes, and all others as
-    they are.
+    """Return adapter tensors with A and B of a stack exchanged if that gives the expected shapes; others are unchanged.
 
-    Who reads a stack the other way round holds the low-rank product of its transpose: B of each expert, transposed,
-    stands where A is.
+    A system that stores a stack transposed has the low-rank product of the transpose: its A is B of each expert,
+    transposed.
     """
     fitted = dict(tensors)
     ranks = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".A") and ".experts." not in name]
@@ -155,7 +154,7 @@ def fit_layout(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.S
 
 
 def exchange_factors(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B of the transposed stack; twice gives back what was there.
+    """Return A and B of the transposed stack; the function is its own inverse.
 
     Args:
         a: Shape (E * R, X), the expert slowest.
@@ -169,7 +168,7 @@ def exchange_factors(a: torch.Tensor, b: torch.Tensor, *, rank: int) -> tuple[to
 
 
 def weight_name(name: str) -> str:
-    """Return "<layer>.<rest>" for a weight of a layer and "<module>.<weight>" for any other, whatever wraps the model.
+    """Return "<layer>.<rest>" for a weight of a layer, else "<module>.<weight>", independent of wrappers.
 
     Example:
         >>> weight_name("model.layers.3.self_attn.q_norm.weight"), weight_name("model.embed_tokens.weight")
@@ -183,26 +182,26 @@ def trainable_tensors(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the trainable tensors of a model by canonical name, each once: adapters, or in full fine-tuning weights.
 
     Raises:
-        ValueError: Weights are trained beside adapters, or two tensors share a name.
+        ValueError: Weights are trained in addition to adapters, or two tensors share a name.
     """
     wrapped = {
         name: module.parameter_name
         for name, module in model.named_modules()
         if isinstance(getattr(module, "parameter_name", None), str)
     }
-    # A tied weight has two names and is one parameter: named_parameters shows it once, under the first of them.
+    # A tied weight is one parameter with two names: named_parameters has it once, under the first name.
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     adapter_keys = {name: canonical_name(name, parameter=wrapped.get(name.partition(".lora_")[0])) for name in trained}
     has_adapters = any(adapter_keys.values())
-    found: dict[str, torch.nn.Parameter] = {}
+    tensors: dict[str, torch.nn.Parameter] = {}
     for name, parameter in trained.items():
         key = adapter_keys[name] if has_adapters else weight_name(name)
-        if key is None or key in found:
+        if key is None or key in tensors:
             raise ValueError(
                 f"{name} is trained and is {'no adapter' if key is None else 'the second tensor called ' + key}."
             )
-        found[key] = parameter
-    return found
+        tensors[key] = parameter
+    return tensors
 
 
 def trainable_adapters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -211,11 +210,11 @@ def trainable_adapters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Raises:
         ValueError: Something other than adapters is trained, or two tensors share a name.
     """
-    found = trainable_tensors(model)
-    others = [key for key in found if not key.endswith((".A", ".B"))]
+    tensors = trainable_tensors(model)
+    others = [key for key in tensors if not key.endswith((".A", ".B"))]
     if others:
         raise ValueError(f"{others[0]} is trained and is no adapter.")
-    return found
+    return tensors
 
 
 @torch.no_grad()
@@ -235,15 +234,15 @@ def load_adapter(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
 
 @torch.no_grad()
 def load_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give every weight of a model the value of its file back, in place: an earlier case of this process has trained
+    """Restore every weight of a model from its file, in place, because an earlier case of this process has trained
     it.
 
     Args:
-        model: All of its weights are trained.
-        tensors: By the names of the model's files; one is read at a time.
+        model: A model with all weights trained.
+        tensors: Values by the names in the model's files; one is read at a time.
 
     Raises:
-        ValueError: What the model trains is not exactly what its files hold.
+        ValueError: The trained weights are not exactly those in the files.
     """
     weights = trainable_tensors(model)
     names = {weight_name(name): name for name in tensors}
@@ -253,11 +252,11 @@ def load_weights(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def load_start(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a model what every case starts from: adapters where the files hold adapters, else all weights.
+    """Set a model to the start of every case: its adapters if the files hold adapters, else all weights.
 
     Args:
-        model: Trains what the files hold.
-        tensors: Of WorkloadFiles.read_trained.
+        model: Its trained tensors are those in the files.
+        tensors: Result of WorkloadFiles.read_trained.
 
     Raises:
         ValueError: As load_adapter and load_weights.
@@ -283,9 +282,7 @@ def _copy_value(parameter: torch.nn.Parameter, value: torch.Tensor, *, name: str
 
 
 def view_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the gradient of everything that is trained by canonical name, where it lies; a missing gradient is
-    left out.
-    """
+    """Return the gradients of all trained tensors by canonical name, without a copy; missing ones are omitted."""
     return {
         name: parameter.grad.detach()
         for name, parameter in trainable_tensors(model).items()
@@ -294,17 +291,17 @@ def view_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what view_gradients does, on the CPU: it outlives the step."""
+    """Return the result of view_gradients, copied to the CPU, so that it outlives the step."""
     return {name: gradient.cpu() for name, gradient in view_gradients(model).items()}
 
 
 def save_gradients(gradients: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write the reference gradients, in the dtype they were made in."""
+    """Write the reference gradients in their own dtype."""
     write_tensors(gradients, path)
 
 
 def load_gradients(path: Path) -> Mapping[str, torch.Tensor]:
-    """Return the reference gradients; each is read when it is asked for."""
+    """Return the reference gradients; each is read on access."""
     return TensorFiles([path])
 
 
@@ -320,8 +317,8 @@ def judge(
     Args:
         gradients: By canonical name, any float dtype.
         reference: The plain arm's, by the same names.
-        device: Where to compare.
-        limits: What they may differ by.
+        device: Device of the comparison.
+        limits: Limits of the differences.
     """
     missing = sorted(set(reference) - set(gradients))
     surplus = sorted(set(gradients) - set(reference))
@@ -364,7 +361,7 @@ def judge(
 
 
 def first_reference(model_gradients: Mapping[str, torch.Tensor]) -> Verdict:
-    """Judge the plain arm by itself: every gradient is there, finite and not zero."""
+    """Judge the plain arm by itself: every gradient must exist, be finite and not be zero."""
     broken = sorted(_not_training(model_gradients.items()))
     reason = f"{len(broken)} gradients of the plain arm are zero or not finite: {broken[:3]}" if broken else ""
     return Verdict(
@@ -394,11 +391,11 @@ def _compare(gradient: torch.Tensor, reference: torch.Tensor, *, device: str) ->
 
 def _products(left: torch.Tensor, right: torch.Tensor, *, device: str | torch.device) -> torch.Tensor:
     """Return the products left @ right, left @ left and right @ right in float64; shape (3,)."""
-    found = torch.zeros(3, dtype=torch.float64, device=device)
+    products = torch.zeros(3, dtype=torch.float64, device=device)
     for left_part, right_part in zip(pieces(left), pieces(right)):
         a, b = left_part.to(device).double(), right_part.to(device).double()
-        found += torch.stack([a @ b, a @ a, b @ b])
-    return found
+        products += torch.stack([a @ b, a @ a, b @ b])
+    return products
 
 
 def _low_first(cosine: float) -> float:

@@ -1,5 +1,5 @@
-"""Liger's RMSNorm and SwiGLU in a model of ours: instances are swapped through the patcher, no class and no
-module of transformers is patched.
+"""Use Liger's RMSNorm and SwiGLU in a model of ours: instances are swapped through the patcher, and no class or module
+of transformers is patched.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ def install_liger_layers(root: nn.Module, patcher: ModelPatcher) -> dict[str, in
 
     Args:
         root: The model, before or after adapters.
-        patcher: Takes the swaps back.
+        patcher: Undoes the swaps.
 
     Returns:
-        How many of each were swapped.
+        The number of swapped norms and MLPs.
 
     Raises:
         ValueError: Nothing matched.
     """
-    found = {"norms": 0, "mlps": 0}
+    counts = {"norms": 0, "mlps": 0}
     for name, module in list(root.named_modules()):
         kind = type(module).__name__
         if kind in NORM_CLASSES:
             patcher.replace_module(root, name, share_state(module, _norm_class(type(module))))
-            found["norms"] += 1
+            counts["norms"] += 1
         elif kind in MLP_CLASSES and module.config.hidden_act in ("silu", "swish"):
             patcher.replace_module(root, name, share_state(module, _mlp_class(type(module))))
-            found["mlps"] += 1
-    if not all(found.values()):
-        raise ValueError(f"Liger's layers match {found} of {type(root).__name__}.")
-    return found
+            counts["mlps"] += 1
+    if not all(counts.values()):
+        raise ValueError(f"Liger's layers match {counts} of {type(root).__name__}.")
+    return counts
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -17,18 +17,18 @@ from benchmarks.ruler.report import read_records
 
 LOGS = Path(__file__).parents[1] / "logs"
 _QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem"
-# Long, and of no use to a reader of figures.
+# Long, and not needed to check figures.
 _DROPPED = ("traceback", "statuses", "host_wait_places", "command")
 
 
 class RunLog(NamedTuple):
-    """What a file holds.
+    """Content of a log.
 
     Args:
         path: The file.
         about: Row, date, command, driver, gaps and number of passes.
-        records: Of every case.
-        clocks: Seconds since 1970 and MHz.
+        records: Records of all cases.
+        clocks: Samples of seconds since 1970 and MHz.
     """
 
     path: Path
@@ -39,16 +39,16 @@ class RunLog(NamedTuple):
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of results.csv that the records give."""
         pooled = pool(self.records, clocks=self.clocks, num_passes=self.about["num_passes"])
-        found = comparison_rows(pooled, command=self.about["command"])
-        return [{**row, "date": self.about["date"]} for row in found]
+        rows = comparison_rows(pooled, command=self.about["command"])
+        return [{**row, "date": self.about["date"]} for row in rows]
 
 
 def write_log(
     out: Path, *, name: str, command: str, gaps: Mapping[str, str], num_passes: int, folder: Path | None = None
 ) -> Path:
-    """Write the log of a folder of results, in place of that of an earlier call, and return its path."""
+    """Write the log of a folder of results, replacing that of an earlier call, and return its path."""
     records = read_records(out / "raw.jsonl")
-    # Samples between the timed steps say nothing about them.
+    # Keep only samples within timed steps.
     spans = [(record["timed_from"], record["timed_to"]) for record in records if "timed_to" in record]
     clocks = [
         (round(moment, 1), clock)
@@ -76,7 +76,7 @@ def write_log(
 
 
 def _rounded(value: Any) -> Any:
-    """Return a value with floats of seven digits, two more than rows have."""
+    """Return a value with floats rounded to seven digits, two more than in rows."""
     if isinstance(value, float):
         return float(f"{value:.7g}") if abs(value) < 1e9 else round(value, 2)
     if isinstance(value, dict):
@@ -98,10 +98,10 @@ def read_logs(folder: Path = LOGS) -> Iterator[RunLog]:
 
 
 def join_logs(paths: Sequence[Path], *, out: Path, card: str = "") -> int:
-    """Let a folder of results begin with the records and clocks of earlier calls; return how many were left out.
+    """Copy the records and clocks of earlier calls into a folder of results; return the number of skipped records.
 
-    Records of another card are, because cards of one kind differ in speed. card is that of this call; empty if unknown,
-    as it is in older records.
+    Records of another card are skipped, because cards of one kind differ in speed. card is that of this call; empty if
+    unknown, as in older records.
     """
     from benchmarks.ruler.cases import CaseLog
     from benchmarks.ruler.clocks import append_clocks
@@ -118,5 +118,5 @@ def join_logs(paths: Sequence[Path], *, out: Path, card: str = "") -> int:
 
 
 def describe_driver() -> dict[str, str]:
-    """Return name, driver, memory, power limit and highest clocks of the GPU; nothing where there is no nvidia-smi."""
+    """Return name, driver, memory, power limit and highest clocks of the GPU; empty without nvidia-smi."""
     return dict(zip(_QUERY.split(","), query_gpu(_QUERY)))

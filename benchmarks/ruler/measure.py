@@ -15,10 +15,10 @@ _WAIT_MESSAGE = "synchronizing CUDA operation"
 
 
 class StepClock:
-    """Take the time from the end of one step to the end of the next, without waiting for the device in between.
+    """Measure the time from the end of one step to the end of the next, without a sync in between.
 
-    On a GPU each mark is an event on the current stream, read after the last step, so that a host that falls behind
-    shows as longer steps.
+    On a GPU each mark is an event on the current stream, read after the last step, so a launch-bound step takes
+    longer.
 
     Args:
         is_cuda: Whether steps run on a GPU.
@@ -29,7 +29,7 @@ class StepClock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Note the end of a step."""
+        """Mark the end of a step."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -38,7 +38,7 @@ class StepClock:
             self._marks.append(time.perf_counter())
 
     def read_ms(self) -> list[float]:
-        """Wait for the device and return the milliseconds between marks."""
+        """Sync with the device and return the milliseconds between marks."""
         if self._is_cuda:
             torch.cuda.synchronize()
             return [before.elapsed_time(after) for before, after in zip(self._marks, self._marks[1:])]
@@ -46,12 +46,12 @@ class StepClock:
 
 
 class HostWaits(AbstractContextManager):
-    """Count the operations that made the host wait for the device, by torch's own debug mode; 0 on a CPU.
+    """Count host syncs by torch's sync debug mode; 0 on a CPU.
 
-    ``torch.cuda.synchronize()`` is not seen by that mode, so it is counted by standing in for it while this is open.
+    This mode does not see ``torch.cuda.synchronize()``, so that function is wrapped while this is open.
 
     Args:
-        is_cuda: Whether there is a GPU to wait for.
+        is_cuda: Whether there is a GPU.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
@@ -92,7 +92,7 @@ class HostWaits(AbstractContextManager):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which that share lies, by linear interpolation.
+    """Return the quantile of a share, by linear interpolation.
 
     Example:
         >>> percentile([1.0, 2.0, 3.0], 0.5)
@@ -120,15 +120,15 @@ def pinned_host_gib(*, is_cuda: bool) -> float:
     """Return the peak of torch's pinned host memory since the last reset, in GiB, rounded up as its allocator does; 0
     on a CPU.
 
-    Memory that a system registers by itself is not in it.
+    Memory that a system pins by itself is not included.
     """
     return torch.cuda.host_memory_stats()["allocated_bytes.peak"] / 2**30 if is_cuda else 0.0
 
 
 def device_memory_gib(*, is_cuda: bool) -> float:
-    """Return what the driver reports in use on the device now, as nvidia-smi does, in GiB; 0 on a CPU.
+    """Return the memory in use on the device now as the driver and nvidia-smi report it, in GiB; 0 on a CPU.
 
-    It is reserved memory, the CUDA context, and the own allocations of libraries, of every process on the device.
+    It includes reserved memory, the CUDA context and allocations by libraries, of every process on the device.
     """
     if not is_cuda:
         return 0.0

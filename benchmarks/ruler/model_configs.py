@@ -25,7 +25,7 @@ def qwen3(*, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, ti
 
 
 QWEN3_14B = qwen3(hidden=5120, inner=17_408, layers=40, heads=40, kv_heads=8, tied=False)
-# Some of the layers, for packs whose step takes minutes with all of them.
+# Only some of the layers, for packs whose step would take minutes with all layers.
 QWEN3_14B_10L = {**QWEN3_14B, "num_hidden_layers": 10}
 QWEN3_8B = qwen3(hidden=4096, inner=12_288, layers=36, heads=32, kv_heads=8, tied=False)
 QWEN3_32B = qwen3(hidden=5120, inner=25_600, layers=64, heads=64, kv_heads=8, tied=False)
@@ -198,7 +198,7 @@ TINY_GPT_OSS = {
 
 
 def num_weights(config: dict[str, Any]) -> int:
-    """Return about how many weights a dense model of this configuration has; norms are left out.
+    """Return the approximate number of weights of a dense model of this configuration, without norms.
 
     Example:
         >>> round(num_weights(QWEN3_14B) / 1e9, 1)

@@ -1,5 +1,5 @@
-"""From the records of the processes of each case to one row: pooled samples, the A/A control, ratios, the table, rows
-of results.csv.
+"""Combine the records of the processes of each case: pooled samples, the A/A control, ratios, the table, and rows of
+results.csv.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from benchmarks.ruler.report import align, host_syncs_text, result_rows
 from benchmarks.ruler.rows import is_default, width_of
 from benchmarks.ruler.systems import SYSTEMS, system_of
 
-# Medians of the same case, measured twice, may differ by this much.
+# Largest difference between two medians of the same case.
 MAX_CONTROL_DIFFERENCE = 0.02
 CONTROL = "A/A"
-# What a process says that is worth another try.
+# Reasons of a process after which its case is tried again.
 UNFINISHED = ("not started", "stopped after")
-# What pool says of a process that left no record at all.
+# The reason that pool gives for a process without a record.
 _NOT_RUN = "it was not run"
-# Steps of a run with all that it does once: recordings, plans, compilation.
+# Steps of a whole run, which includes its recordings, plans and compilation.
 NUM_WHOLE_STEPS = 200
-# Of all processes the larger figure counts.
+# Figures for which the largest of all processes counts.
 _LARGER = ("host_waits", "host_waits_step", "device_memory_gib")
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "repeat")
 _HEADER = (
@@ -49,13 +49,13 @@ _HEADER = (
 
 
 class Control(NamedTuple):
-    """What came of measuring one case more than once.
+    """The result of measuring one case more than once (A/A).
 
     Args:
-        title: The case; empty where there was none to repeat.
-        difference: Between the highest and the lowest median of its processes, as a share of the lowest; None where a
-            process is missing.
-        num_calls: Commands that measured the rows.
+        title: The case; empty if there was none to repeat.
+        difference: Difference between the highest and the lowest median of its processes, as a share of the lowest;
+            None if a process is missing.
+        num_calls: Number of commands that measured the rows.
         reason: Why there is no difference.
     """
 
@@ -75,8 +75,8 @@ class Control(NamedTuple):
             reason = self.reason or "it was not measured twice from end to end"
             return f"CONTROL MISSING: {self.title or 'no case'}: {reason}; no row is written"
         calls = f" over {self.num_calls} calls" if self.num_calls > 1 else ""
-        found = f"{self.title} repeated{calls} differs by {self.difference:.2%}, {MAX_CONTROL_DIFFERENCE:.0%} allowed"
-        return f"A/A control passed: {found}" if self.passed else f"CONTROL FAILED: {found}; no row is written"
+        text = f"{self.title} repeated{calls} differs by {self.difference:.2%}, {MAX_CONTROL_DIFFERENCE:.0%} allowed"
+        return f"A/A control passed: {text}" if self.passed else f"CONTROL FAILED: {text}; no row is written"
 
 
 def pool(
@@ -84,11 +84,11 @@ def pool(
 ) -> list[dict[str, Any]]:
     """Return one record for each case from those of its processes, in the order of their first appearance.
 
-    The samples of all are one sample; peaks and waits are the largest ones, the lowest cosine counts. A case of which a
-    process has no row has a reason instead.
+    The samples of all processes are one sample; the largest peaks and host syncs and the lowest cosine count. A case of
+    which a process has no row has a reason instead.
 
     Args:
-        records: Of one comparison; of each process of a case the last record counts.
+        records: Records of one comparison; the last record of each process of a case counts.
         clocks: Samples of the SM clock.
         num_passes: Processes of a case; a repetition may have fewer.
     """
@@ -96,17 +96,17 @@ def pool(
     for record in records:
         if record.get("half"):
             parts.setdefault(tuple(record[name] for name in _KEY), {})[record["half"]] = record
-    return [_pooled(found, clocks, num_passes) for found in parts.values()]
+    return [_pooled(by_number, clocks, num_passes) for by_number in parts.values()]
 
 
 def _pooled(
-    found: Mapping[int, Mapping[str, Any]], clocks: Sequence[tuple[float, float]], num_passes: int
+    by_number: Mapping[int, Mapping[str, Any]], clocks: Sequence[tuple[float, float]], num_passes: int
 ) -> dict[str, Any]:
-    parts = [found[number] for number in sorted(found)]
+    parts = [by_number[number] for number in sorted(by_number)]
     if parts[0]["repeat"]:
-        # Every call repeats ours: those that were cut off say nothing.
+        # Every call repeats ours; repetitions that were cut short are ignored.
         parts = [part for part in parts if not part["reason"]] or parts
-    row = {**parts[0], "reason": _reason(found, parts, num_passes)}
+    row = {**parts[0], "reason": _reason(by_number, parts, num_passes)}
     if row["reason"]:
         row.pop("summary", None)
         return row
@@ -134,26 +134,26 @@ def _pooled(
 
 
 def _whole_run_s(part: Mapping[str, Any]) -> float:
-    """Return the time of a run of NUM_WHOLE_STEPS steps: what was measured, and the mean for the steps that are left."""
+    """Return the time of NUM_WHOLE_STEPS steps: the measured time, plus the mean step time for each remaining step."""
     left = NUM_WHOLE_STEPS - part["num_whole_steps"]
     return float(part["whole_run_s"] + left * statistics.fmean(part["ms"]) / 1e3)
 
 
-def _reason(found: Mapping[int, Mapping[str, Any]], parts: Sequence[Mapping[str, Any]], num_passes: int) -> str:
+def _reason(by_number: Mapping[int, Mapping[str, Any]], parts: Sequence[Mapping[str, Any]], num_passes: int) -> str:
     numbers = range(1, 1 if parts[0]["repeat"] else num_passes + 1)
     for number in sorted({*numbers, *(part["half"] for part in parts)}):
-        part = found.get(number)
+        part = by_number.get(number)
         if part is None or part["reason"]:
             return f"process {number}: {_NOT_RUN if part is None else part['reason']}"
     if parts[0]["repeat"]:
-        # The control says in what calls differ.
+        # The control names the differences between calls.
         return ""
     different = _differences([part["versions"] for part in parts])
     return f"its processes ran under different versions of {', '.join(different)}" if different else ""
 
 
 def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of what is not the same in all of them; the device is one."""
+    """Return the names of versions that are not equal in all records; the device is one of them."""
     names = {name for one in versions for name in one}
     return sorted(name for name in names if len({one.get(name) for one in versions}) > 1)
 
@@ -163,8 +163,8 @@ def _per_step(parts: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
-    """Return how far the medians of the repeated case are apart, those of every process; of several cases, ours
-    decides. Rows of several calls are joined only if each call measured it.
+    """Return the difference between the medians of the repeated case, over every process; ours is taken if there are
+    several cases. Rows of several calls are joined only if each call measured it.
     """
     repeated = [row for row in rows if row["repeat"]]
     ours = [row for row in repeated if row["system"] == "ours"] or repeated
@@ -189,12 +189,12 @@ def control_of(rows: Sequence[Mapping[str, Any]]) -> Control:
 
 
 def _is_same(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two rows are of one case."""
+    """Return whether two rows are of one case."""
     return all(row[name] == other[name] for name in ("system", "mode", "optimizer"))
 
 
 def _control(repeated: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Control:
-    """Return how far the medians of a case are apart, over all processes and repetitions."""
+    """Return the difference between the medians of a case, over all processes and repetitions."""
     own = [row for row in rows if _is_same(row, repeated) and not row["reason"]]
     medians = [median for row in own for median in row["medians"]]
     title = f"{repeated['system']} {repeated['mode']}"
@@ -203,12 +203,12 @@ def _control(repeated: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[str, ...]]) -> list[Mapping[str, Any]]:
-    """Return what another run in the same folder would still measure: rows that ended early, then settings without a
-    row, as system and mode.
+    """Return the settings that another run in the same folder would still measure, as system and mode: rows that ended
+    early, then settings without a row.
 
     Args:
-        rows: As pool returns them; the control is one of them.
-        settings: Arm and mode of everything that was to be measured, and the width of the moments where both are.
+        rows: Result of pool, with the control.
+        settings: Arm and mode of every planned setting, and the width of the moments if both are measured.
     """
     present = {(row["system"], row["mode"], width_of(row)) for row in rows if not row["repeat"]}
     ended_early = [
@@ -219,20 +219,20 @@ def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[
     return ended_early + [
         {"system": setting[0], "mode": setting[1], "repeat": ""}
         for setting in settings
-        if not any(found[: len(setting)] == tuple(setting) for found in present)
+        if not any(row[: len(setting)] == tuple(setting) for row in present)
     ]
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, ...]], device: str) -> list[str]:
-    """Return ours against every peer in tokens/s, best against best and default against default, with memory beside;
-    first with equal moments, where both widths were measured.
+    """Return ours against every peer in tokens/s and memory, best against best and default against default; first with
+    equal moments, if both widths were measured.
 
-    The best of a system of which a setting is still to be measured is not known yet, and nothing is said of it. Nothing
-    at all is said without an A/A control that passed, nor on a CPU, where ours keeps what others compute again.
+    A system with a setting that is still to be measured has no best setting yet and gets no ratio. There are no ratios
+    without a passed A/A control, and none on a CPU, where ours keeps the activations that others recompute.
 
     Args:
-        rows: As pool returns them.
-        settings: Arm and mode of everything that was to be measured.
+        rows: Result of pool.
+        settings: Arm and mode of every planned setting.
         device: "cuda" or "cpu".
     """
     if device == "cpu" or not control_of(rows).passed:
@@ -261,7 +261,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, .
                     "be measured"
                 )
                 continue
-            own, other = (max(found, key=lambda row: row["tokens_per_s"]) for found in (ours, peers))
+            own, other = (max(rows, key=lambda row: row["tokens_per_s"]) for rows in (ours, peers))
             memory = f"{own['peak_gib']['allocated']:.1f} against {other['peak_gib']['allocated']:.1f} GiB"
             lines.append(
                 f"{name}: {own['title']} {own['tokens_per_s'] / other['tokens_per_s']:.2f}x {other['title']} in "
@@ -273,13 +273,13 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, .
 def comparison_table(
     rows: Sequence[Mapping[str, Any]], gaps: Mapping[str, str], *, settings: Sequence[tuple[str, ...]], device: str
 ) -> str:
-    """Return the table: a line for every case that passed, fastest first, the reason of every other, the gaps, the
-    control and the ratios.
+    """Return the table: a line for every case that passed, fastest first, the reason for every other case, the gaps,
+    the control and the ratios.
 
     Args:
-        rows: As pool returns them.
+        rows: Result of pool.
         gaps: Why a system or a setting was not run, by its name.
-        settings: Arm and mode of everything that was to be measured.
+        settings: Arm and mode of every planned setting.
         device: "cuda" or "cpu".
     """
     timed = sorted((row for row in rows if not row["reason"]), key=lambda row: -row["tokens_per_s"])
@@ -289,9 +289,9 @@ def comparison_table(
     control = "on a CPU nothing is compared and no row is written" if device == "cpu" else control_of(rows).describe()
     others = [_control(row, rows) for row in rows if row["repeat"] and row["system"] != "ours" and device != "cpu"]
     lines += [
-        f"  {found.title} repeated differs by {found.difference:.2%}"
-        for found in others
-        if found.difference is not None
+        f"  {other.title} repeated differs by {other.difference:.2%}"
+        for other in others
+        if other.difference is not None
     ]
     return "\n".join(
         [*lines, f"  {control}", *(f"  {line}" for line in ratios(rows, settings=settings, device=device))]
@@ -321,11 +321,11 @@ def _line(row: Mapping[str, Any], *, device: str) -> tuple[str, ...]:
 
 
 def comparison_rows(rows: Sequence[Mapping[str, Any]], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv; none where the A/A control did not pass."""
+    """Return rows for results.csv; none if the A/A control did not pass."""
     control = control_of(rows)
     if not control.passed or control.difference is None:
         return []
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for row in rows:
         own = [{**figure, "benchmark": "compare"} for figure in result_rows([dict(row)], command=command)]
         if not own:
@@ -347,5 +347,5 @@ def comparison_rows(rows: Sequence[Mapping[str, Any]], *, command: str) -> list[
             for metric, value, unit, n in figures
             if value is not None
         ]
-        found += own
-    return found
+        result += own
+    return result

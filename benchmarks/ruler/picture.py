@@ -20,11 +20,11 @@ def draw_comparison(
     """Draw every row, fastest on top, and write a PNG.
 
     Args:
-        rows: As ``pairs.pool`` returns them; those with a reason are named under the chart.
-        gaps: What was not run, by name.
+        rows: Result of ``pairs.pool``; rows with a reason are named under the chart.
+        gaps: Why a system or a setting was not run, by its name.
         device: "cuda" or "cpu".
-        title: Over the chart.
-        path: The file.
+        title: Title of the chart.
+        path: File to write.
     """
     from matplotlib.figure import Figure
 

@@ -1,9 +1,9 @@
-"""The proof that timed steps train: the tokens that entered the model, gradients in every step, and parameters that the
-optimizer moved.
+"""Prove that timed steps train: by the tokens that entered the model, the gradients of every step, and the parameters
+that the optimizer changed.
 
 Timed steps have no host sync: counts and norms stay on the device until the last step has ended. A fingerprint of the
-bits of a tensor, made on its device before and after, shows whether it moved; a copy of all weights would take as much
-memory as the model.
+bits of a tensor, computed on its device before and after, shows whether it changed; a copy of all weights would take as
+much memory as the model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.ruler.judge import trainable_tensors
 from benchmarks.ruler.tensors import pieces
 from benchmarks.ruler.workloads import FIRST_WORD, IGNORED_LABEL, Pack
 
-# The backward reaches this layer last: what cuts it short anywhere shows here. All other layers are looked at in the
-# last timed step.
+# The backward reaches this layer last, so a backward that stops early is detected here. All other layers are checked
+# in the last timed step.
 WATCHED_LAYER = "0."
-# AdamW changes a weight by about the learning rate while its schedule is at the peak. A tenth of it is what every
-# honest system exceeds in some weight of a tensor over the timed steps, whatever its schedule.
+# AdamW changes a weight by about the learning rate at the peak of its schedule. Every system that trains exceeds a
+# tenth of it in some weight of a tensor over the timed steps, with any schedule.
 SURE_STEP_SHARE = 0.1
 # Knuth's multiplier for 64 bits, odd, as a signed number.
 _MULTIPLIER = 6364136223846793005
@@ -30,15 +30,15 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def count_batch(batch: Any) -> torch.Tensor:
-    """Count what enters a model.
+    """Count the tokens that enter a model.
 
     Args:
-        batch: input_ids and labels of shape (B, T), unshifted labels, and where it has them attention_mask and
-            position_ids of the same shape.
+        batch: input_ids and labels of shape (B, T), unshifted labels, and optionally attention_mask and position_ids
+            of the same shape.
 
     Returns:
         Shape (4,), int64, on the device of the batch: real tokens (words of the ruler, not masked), labelled tokens,
-        sum of the ids of real tokens, sum of their positions, -1 where the batch has no positions.
+        sum of the ids of real tokens, sum of their positions, -1 if the batch has no positions.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[7, 9, 5, 0]]), "labels": torch.tensor([[-100, 9, 5, -100]])}
@@ -55,17 +55,17 @@ def count_batch(batch: Any) -> torch.Tensor:
         position_sum = torch.where(is_real, position, 0).sum()
     else:
         position_sum = ids.new_full((), -1)
-    # The first label of a row is no target of anything.
+    # The first label of a row is never a target.
     num_labelled = (labels[..., 1:] != IGNORED_LABEL).sum()
     return torch.stack([is_real.sum(), num_labelled.to(ids.device), torch.where(is_real, ids, 0).sum(), position_sum])
 
 
 def count_problem(count: Sequence[int], pack: Pack, *, share: float) -> str:
-    """Return what a batch had that its pack has not, or the other way round; empty when they agree.
+    """Return the difference between a batch and its pack; empty if they agree.
 
     Args:
-        count: As count_batch returns it.
-        pack: What the step is credited with.
+        count: Result of count_batch.
+        pack: The pack whose tokens the step is credited with.
         share: Share of labelled tokens.
     """
     num_real, num_labelled, id_sum, position_sum = count
@@ -83,14 +83,13 @@ def count_problem(count: Sequence[int], pack: Pack, *, share: float) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 64-bit number that another number stands in for when any bit of a tensor is another one; int64, shape
-    ().
+    """Return a 64-bit fingerprint of the bits of a tensor; int64, shape ().
 
-    A sum of all elements' bits, each times an odd number of its place: one change always shows, many cancel each other
-    by chance only.
+    It is the sum of all elements' bits, each times an odd number of its index. A single change always changes it; many
+    changes cancel each other only by chance.
 
     Cost:
-        One pass over the tensor on its device, no wait; 0.1 GB for what is computed from a piece of it.
+        One pass over the tensor on its device, no host sync; 0.1 GB for the values of one chunk.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     start = 0
@@ -103,17 +102,17 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def smallest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the smallest absolute value of a tensor, fp32, shape (); no wait."""
+    """Return the smallest absolute value of a tensor, fp32, shape (); no host sync."""
     return torch.stack([piece.abs().min().float() for piece in pieces(tensor)]).min()
 
 
 def can_move(smallest: float, *, dtype: torch.dtype, learning_rate: float) -> bool:
-    """Whether a step of AdamW changes the smallest weight of a tensor, where the sum is rounded to dtype.
+    """Return whether a step of AdamW changes the smallest weight of a tensor, if the sum is rounded to dtype.
 
-    A change below half of the last digit of a weight is lost. At a learning rate of 1e-5 bf16 weights above 0.004 stay
-    as they are, whoever trains them: matrices have many below it, while norms, which start at 1, lose every step. So
-    norms that stay are no sign of anything in bf16, and to ask for their movement would refuse honest systems. Their
-    gradients are judged like all others; where weights are fp32, they must move too.
+    A change below half of the last digit of a weight is lost. At a learning rate of 1e-5 bf16 weights above 0.004 do
+    not change in any system: matrices have many smaller weights, but norms, which start at 1, lose every step. So bf16
+    norms are not required to change, because this would refuse systems that train. Their gradients are judged like all
+    others; fp32 norms must change too.
 
     Example:
         >>> [can_move(1.0, dtype=dtype, learning_rate=1e-5) for dtype in (torch.bfloat16, torch.float32)]
@@ -125,11 +124,11 @@ def can_move(smallest: float, *, dtype: torch.dtype, learning_rate: float) -> bo
 
 
 def may_train_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor may be trained where dtype was asked for: in that one, with fewer than two axes also in fp32
-    where that is wider.
+    """Return whether a tensor has an allowed dtype: the requested one, or fp32 if it is wider and the tensor has fewer
+    than two axes.
 
-    Norms that stay in fp32 beside bf16 matrices are a ten-thousandth of a model's values, and no less work; a matrix in
-    fp32 is another training.
+    fp32 norms next to bf16 matrices are a ten-thousandth of a model's values and save no work; fp32 matrices would be
+    another training.
 
     Example:
         >>> [may_train_in(torch.ones(shape), torch.bfloat16) for shape in ((4,), (4, 4))]
@@ -141,12 +140,12 @@ def may_train_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 class TrainingProof:
-    """Follow what is trained in one case through its timed steps.
+    """Check the trained tensors of one case in its timed steps.
 
     Args:
         share: Share of labelled tokens.
         learning_rate: Peak of the schedule.
-        dtype: In which everything is trained, as may_train_in says; None where that is the system's choice.
+        dtype: Requested dtype of the trained tensors, as in may_train_in; None for any.
     """
 
     def __init__(self, *, share: float, learning_rate: float, dtype: torch.dtype | None = None) -> None:
@@ -159,28 +158,28 @@ class TrainingProof:
         self._before: dict[str, int] = {}
 
     def see_batch(self, batch: Any) -> None:
-        """Count a batch; None where a system shows none."""
+        """Count a batch; None if a system provides none."""
         self._counts.append(None if batch is None else count_batch(batch))
 
     def see_model(self, model: torch.nn.Module, reference: Mapping[str, torch.Tensor] | None) -> str:
-        """Take the trained tensors of a model and return how they differ from those of the plain arm; empty when they
-        do not.
+        """Store the trained tensors of a model and return their differences from those of the plain arm; empty if there
+        are none.
 
         Args:
-            model: After its first backward.
-            reference: Gradients of the plain arm; None where this model is the plain arm's own.
+            model: The model after its first backward.
+            reference: Gradients of the plain arm; None for the plain arm itself.
         """
         self._trained = trainable_tensors(model)
-        asked = self._dtype
+        dtype = self._dtype
         refused = (
             []
-            if asked is None
-            else [name for name, parameter in self._trained.items() if not may_train_in(parameter, asked)]
+            if dtype is None
+            else [name for name, parameter in self._trained.items() if not may_train_in(parameter, dtype)]
         )
         if refused:
             dtypes = sorted({str(parameter.dtype) for parameter in self._trained.values()})
             return (
-                f"it trains weights in {dtypes}, and not all of them in {asked}: {len(refused)} tensors, {refused[:3]}"
+                f"it trains weights in {dtypes}, and not all of them in {dtype}: {len(refused)} tensors, {refused[:3]}"
             )
         if reference is None:
             return ""
@@ -193,18 +192,16 @@ class TrainingProof:
 
     @property
     def num_trained(self) -> int:
-        """Values that are trained."""
+        """Number of trained values."""
         return sum(parameter.numel() for parameter in self._trained.values())
 
     @property
     def dtypes(self) -> dict[str, dict[str, int]]:
-        """Tensors that are trained in each dtype: those of two or more axes under "matrices", all others under
-        "vectors".
-        """
-        found: dict[str, Counter[str]] = {"matrices": Counter(), "vectors": Counter()}
+        """Number of trained tensors of each dtype: "matrices" with two or more axes, and "vectors"."""
+        counts: dict[str, Counter[str]] = {"matrices": Counter(), "vectors": Counter()}
         for parameter in self._trained.values():
-            found["vectors" if parameter.ndim < 2 else "matrices"][str(parameter.dtype).removeprefix("torch.")] += 1
-        return {kind: dict(count) for kind, count in found.items()}
+            counts["vectors" if parameter.ndim < 2 else "matrices"][str(parameter.dtype).removeprefix("torch.")] += 1
+        return {kind: dict(count) for kind, count in counts.items()}
 
     @property
     def num_movable(self) -> int:
@@ -212,14 +209,14 @@ class TrainingProof:
         return len(self._before)
 
     def batch_problem(self, pack: Pack) -> str:
-        """Return what was wrong with the last batch; empty when nothing was. Waits for the device."""
+        """Return the fault of the last batch, empty if there is none; one device sync."""
         return self._problems(self._counts[-1:], [pack])
 
     def begin(self) -> None:
-        """Forget what was seen in the warm-up and note every tensor that can move.
+        """Discard the records of the warm-up, and record every tensor that can change.
 
         Cost:
-            Two passes over what is trained and one wait for the device; a tenth of a second for 8 billion weights on an
+            Two passes over the trained tensors and one device sync; a tenth of a second for 8 billion weights on an
             H200, by its bandwidth.
         """
         self._counts.clear()
@@ -233,33 +230,33 @@ class TrainingProof:
         self._before = dict(zip(movable, self._fingerprints(movable)))
 
     def see_gradients(self, *, is_last: bool) -> None:
-        """Take the norms of the first layer's gradients, of all layers' in the last timed step; no wait."""
+        """Record the gradient norms of the first layer, or of all layers in the last timed step; no host sync."""
         watched = [parameter for name, parameter in self._trained.items() if is_last or name.startswith(WATCHED_LAYER)]
         gradients = [parameter.grad for parameter in watched if parameter.grad is not None]
         is_whole = bool(watched) and len(gradients) == len(watched)
         self._norms.append(torch.stack(torch._foreach_norm(gradients)) if is_whole else None)
 
     def problem(self, packs: Sequence[Pack]) -> str:
-        """Return why the timed steps were no training, empty when they were; waits for the device.
+        """Return why the timed steps did not train, empty if they did; one device sync.
 
         Args:
-            packs: What the timed steps are credited with, in their order.
+            packs: The packs of the timed steps, in order.
         """
         return self._problems(self._counts, packs) or self._dead_steps() or self._unmoved()
 
     def release(self) -> None:
-        """Let the model go."""
+        """Drop the references to the model."""
         self._trained, self._before = {}, {}
 
     def _problems(self, counts: Sequence[torch.Tensor | None], packs: Sequence[Pack]) -> str:
         if len(counts) != len(packs):
             return f"{len(counts)} batches were seen in {len(packs)} steps"
         for number, (count, pack) in enumerate(zip(counts, packs)):
-            found = (
+            fault = (
                 "the batch was not shown" if count is None else count_problem(count.tolist(), pack, share=self._share)
             )
-            if found:
-                return f"step {number}: {found}" if len(packs) > 1 else found
+            if fault:
+                return f"step {number}: {fault}" if len(packs) > 1 else fault
         return ""
 
     def _dead_steps(self) -> str:
@@ -291,5 +288,5 @@ class TrainingProof:
 
 
 def _read(values: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the values of tensors without axes, in one wait for their device."""
+    """Return the values of tensors without axes, with one device sync."""
     return torch.stack(list(values)).tolist() if values else []

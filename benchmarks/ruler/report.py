@@ -44,8 +44,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def render_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the table: a row for every case that passed, the reason for every one that did not, and the bars
-    against the plain arm.
+    """Return the table: a row for every case that passed, the reason for every other case, and the bars against the
+    plain arm.
     """
     timed = [record for record in records if not record["reason"]]
     lines = []
@@ -67,7 +67,7 @@ def render_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines of equal columns, the first one to the left, the others to the right."""
+    """Return rows of cells as lines of aligned columns, the first one left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  "
@@ -79,7 +79,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict[str, Any]]:
-    """Return rows for results.csv; cases that were refused or failed have none."""
+    """Return rows for results.csv, without cases that were refused or failed."""
     rows = []
     for record in records:
         if record["reason"]:
@@ -112,7 +112,7 @@ def result_rows(records: Sequence[dict[str, Any]], *, command: str) -> list[dict
 
 
 def optional_figures(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
-    """Return metric, value and unit of the figures that records of older runs lack."""
+    """Return metric, value and unit of figures that records of older runs do not have."""
     figures = [
         ("step, mean", record["summary"].get("mean"), "ms"),
         ("host waits, whole step", record.get("host_waits_step"), "per step"),
@@ -123,7 +123,7 @@ def optional_figures(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
 
 
 def host_syncs_text(record: dict[str, Any]) -> str:
-    """Return the host syncs of a step for a table; those to the end of the backward, marked +, where no more is known.
+    """Return the host syncs of a step for a table; a + marks counts up to the end of the backward in older records.
 
     Example:
         >>> host_syncs_text({"host_waits": 2, "host_waits_step": 5}), host_syncs_text({"host_waits": 2})
@@ -134,14 +134,16 @@ def host_syncs_text(record: dict[str, Any]) -> str:
 
 
 def version_text(record: dict[str, Any]) -> str:
-    """Return the versions that matter for this system."""
+    """Return the versions of the libraries that this system uses."""
     versions = record.get("versions", {})
-    found = [f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions]
-    return "; ".join([*found, *([f"attention: {record['attention']}"] if record.get("attention") else [])])
+    packages = [
+        f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions
+    ]
+    return "; ".join([*packages, *([f"attention: {record['attention']}"] if record.get("attention") else [])])
 
 
 def _limits_text(record: dict[str, Any]) -> str:
-    """Return what a row was judged by where that is not what all others are."""
+    """Return the limits of a row if they differ from those of all others."""
     limits = record["verdict"].get("limits", asdict(Limits()))
     return (
         ""
@@ -151,7 +153,7 @@ def _limits_text(record: dict[str, Any]) -> str:
 
 
 def _dtype_notes(record: dict[str, Any]) -> list[str]:
-    """Return what a system trains in another dtype than its matrices; benchmarks/ruler/proof.py says what may be."""
+    """Return the tensors that a system trains in another dtype than its matrices (see benchmarks/ruler/proof.py)."""
     dtypes = record.get("dtypes", {"matrices": {}, "vectors": {}})
     return [
         f"{number} norm weights in {dtype}"

@@ -1,4 +1,4 @@
-"""The headline rows: for each name, its workload and every setting that `python -m benchmarks.compare --row NAME` runs."""
+"""The headline rows: the workload and settings of each name of `python -m benchmarks.compare --row NAME`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MIXTURE: Settings = {
     "ours": ("shipped", "keep+graphs", "recompute+graphs"),
     "unsloth": ("unsloth", "off"),
 }
-# Unsloth does not pack gpt-oss, so it gets padded batches, with checkpointing and without.
+# Unsloth does not pack gpt-oss, so it gets padded batches, with and without checkpointing.
 _GPT_OSS: Settings = {
     "plain": ("recompute+grouped_mm+flex",),
     "ours": ("shipped", "keep+fused", "recompute+fused"),
     "unsloth": ("unsloth+padded64", "off+padded32"),
 }
-# One step takes about a minute, and only the leanest settings fit.
+# A step takes about a minute, and only the leanest settings fit.
 _LONGEST: Settings = {"plain": ("recompute+liger",), "ours": ("offload:40+fused+tiles8",), "unsloth": ("unsloth",)}
 _FULL: Settings = {
     **_LARGE,
@@ -47,7 +47,7 @@ class HeadlineRow(NamedTuple):
     """One row.
 
     Args:
-        workload: Of the ruler.
+        workload: Workload of the ruler.
         settings: Modes of each system.
     """
 

@@ -1,4 +1,4 @@
-"""The compared systems, their settings, and the missing ones."""
+"""The compared systems and their settings, and the systems without a row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Setting(NamedTuple):
     """One mode of a system.
 
     Args:
-        mode: As the ruler's arm reads it.
-        is_default: What a user gets who chooses nothing; of ours, the shipped configs.
+        mode: The mode of an arm of the ruler.
+        is_default: Whether it is the system's default; for ours, the shipped configs.
         needs: A module without which this mode does not run; empty for none.
     """
 
@@ -25,12 +25,12 @@ class System(NamedTuple):
     """One system of the comparison.
 
     Args:
-        arm: Its arm in benchmarks/ruler/arms; empty where there is none.
-        modules: What it imports.
-        pip: The line that installs it.
+        arm: Its arm in benchmarks/ruler/arms; empty if there is none.
+        modules: Modules that it imports.
+        pip: Command that installs it.
         settings: Its modes on a GPU.
         cpu_settings: Its modes on a CPU.
-        why_no_cpu: Why it has none there.
+        why_no_cpu: Why it has no modes on a CPU.
         why_no_arm: Why it is not run.
     """
 
@@ -44,25 +44,25 @@ class System(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Why a system does not run beside the measured versions.
+    """Why a system does not run with the measured versions.
 
     Args:
-        version: The one looked at, the newest for Python 3.12.
-        why: What it requires and the measured versions do not give.
+        version: The examined version, the newest for Python 3.12.
+        why: Its requirements that the measured versions do not meet.
     """
 
     version: str
     why: str
 
 
-# Averages in 8 bits: bitsandbytes' AdamW at the peers, ours in its own one pass.
+# Moments in 8 bits: bitsandbytes' AdamW for peers, FusedAdamW for ours.
 OUR_OPTIMIZERS: Mapping[str, str] = {"adamw_8bit": "adamw_fused_8bit"}
 
-# The versions of the measured rows, beside which pip was asked for the systems in CONFLICTS:
+# The versions of the measured rows, with which pip was asked to resolve the systems in CONFLICTS:
 # pip install --dry-run --ignore-installed --target none --python-version 3.12 --only-binary=:all: torch==2.11.0 \
 #     transformers==5.17.0 NAME==VERSION
 CHECKED_AGAINST: Mapping[str, str] = {"python": "3.12", "torch": "2.11.0", "transformers": "5.17.0"}
-# Systems that have no arm, with what pip or their import answers.
+# Systems without an arm, with the answer of pip or the error of their import.
 CONFLICTS: Mapping[str, Conflict] = {
     "axolotl": Conflict(
         "0.21.0", "torch<2.15.0,>=2.13.0 and transformers==5.20.1 (0.20.0: transformers==5.17.0, torch>=2.13.0)"
@@ -76,10 +76,10 @@ CONFLICTS: Mapping[str, Conflict] = {
     "torchtune": Conflict("0.6.1", "its import fails beside torchao 0.18: No module named 'torchao.dtypes.nf4tensor'"),
 }
 
-# Of trl 1.15, whichever loss is asked for; Triton answers "0 active drivers".
+# Applies to every loss of trl 1.15; Triton raises "0 active drivers".
 _TRITON_LOSS = "its loss is a Triton kernel"
 
-# In the order of the first pass; plain leads, because it leaves the reference gradients.
+# In the order of the first pass; plain is first, because it writes the reference gradients.
 SYSTEMS: Mapping[str, System] = {
     "plain": System(
         arm="plain",
@@ -92,13 +92,13 @@ SYSTEMS: Mapping[str, System] = {
         arm="ours",
         modules=("lightning_fastft",),
         pip="pip install -e '.[qlora]'",
-        # The last is what the shipped configs run; where everything fits, it keeps everything.
+        # The last one is that of the shipped configs, which keeps everything if it fits.
         settings=(
             Setting("keep+graphs"),
             Setting("recompute+graphs=auto"),
             Setting("auto+graphs=auto", is_default=True),
         ),
-        # A plan needs a device whose memory runs out: on a CPU "auto" keeps everything.
+        # Plans need a device with limited memory: on a CPU "auto" keeps everything.
         cpu_settings=(Setting("keep", is_default=True),),
     ),
     "unsloth": System(
@@ -123,14 +123,14 @@ SYSTEMS: Mapping[str, System] = {
         why_no_cpu=_TRITON_LOSS,
     ),
     **{
-        name: System(arm="", modules=(), pip="", why_no_arm=f"{found.version}: {found.why}")
-        for name, found in CONFLICTS.items()
+        name: System(arm="", modules=(), pip="", why_no_arm=f"{conflict.version}: {conflict.why}")
+        for name, conflict in CONFLICTS.items()
     },
 }
 
 
 def system_of(record: Mapping[str, Any]) -> str:
-    """Return the system of the comparison that a record of the ruler belongs to.
+    """Return the system of the comparison to which a record of the ruler belongs.
 
     Example:
         >>> system_of({"system": "trl", "mode": "keep+liger"}), system_of({"system": "plain", "mode": "keep+liger"})
@@ -146,9 +146,9 @@ def settings_of(system: System, *, device: str) -> tuple[Setting, ...]:
 
 
 def find_gap(system: System, *, device: str) -> str:
-    """Return why a system cannot run on a device here, with the line that installs it; empty when it can.
+    """Return why a system cannot run on a device here, with the command that installs it; empty if it can.
 
-    The process of an arm says itself which import fails.
+    An import that fails later is reported by the process of the arm.
     """
     if not system.arm:
         return f"it has no arm: {system.why_no_arm}"
@@ -160,5 +160,5 @@ def find_gap(system: System, *, device: str) -> str:
 
 
 def missing_module(setting: Setting) -> str:
-    """Return the module that a setting needs and that is not installed; empty when there is none."""
+    """Return a module that a setting needs and that is not installed; empty if there is none."""
     return setting.needs if setting.needs and importlib.util.find_spec(setting.needs) is None else ""

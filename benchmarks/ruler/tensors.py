@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, read and written one at a time, so that a whole model is never in memory twice."""
+"""Read and write tensors of safetensors files one at a time, so that a model is never in memory twice."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-# Elements that are looked at together: few enough that what is computed from them in 64 bits takes some ten MB.
+# Elements of a chunk; 64-bit values computed from them take some ten MB.
 PIECE = 2**22
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of some safetensors files by their names; each is read when it is asked for.
+    """The tensors of safetensors files by their names; each is read on access.
 
     Args:
-        paths: No two of them hold the same name.
+        paths: Files without a common name.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -41,7 +41,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write a safetensors file from tensors on any device; the host holds one of them at a time.
 
-    Nobody sees half of a file: it gets its name when it is complete.
+    The file gets its name when it is complete.
 
     Source:
         https://github.com/huggingface/safetensors#format; the library's own function holds all bytes on the host.
@@ -62,5 +62,5 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the elements of a tensor in order, PIECE of them at a time; views where it is contiguous."""
+    """Return the elements of a tensor in order, PIECE of them at a time; views if it is contiguous."""
     return iter(tensor.detach().flatten().split(PIECE))

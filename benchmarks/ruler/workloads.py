@@ -43,30 +43,29 @@ from benchmarks.ruler.tensors import TensorFiles
 
 LENGTHS_PATH = Path(__file__).parents[1] / "lengths" / "lognormal_mean512.json"
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The wide projections of gated delta layers; the two that give a number per head stay frozen.
+# The wide projections of gated delta layers; the two with one output per head stay frozen.
 MIXER_MODULES = ("in_proj_qkv", "in_proj_z", "out_proj")
-# In mixture models: adapters on attention, and on the stacks of expert weights. PEFT names the wrapper of the first
-# stack after the one around it.
+# In mixture models adapters are on attention and on the stacks of expert weights. PEFT names the wrapper of the first
+# stack after the wrapper around it.
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_PARAMETERS = {"base_layer.": "gate_up_proj", "": "down_proj"}
 IGNORED_LABEL = -100
-# Documents shorter than this are not cut off at the end of a pack; the document before them grows instead.
+# A pack does not end in a document shorter than this; the document before it is longer instead.
 SHORTEST_DOCUMENT = 16
-# The word tokenizer knows this many words, so token ids stay below it for every model.
+# Words of the tokenizer; token ids are below this number for every model.
 TOKENIZER_WORDS = 8000
-# Ids below this are the tokenizer's own (pad, start, end, unknown): no document has them.
+# Ids below this are special tokens (pad, start, end, unknown), which no document has.
 FIRST_WORD = 4
-# An adapter adds about 3 % to its layer's output (0.6 of this): as after some hundred steps, and far from zero, so that
-# A has a gradient.
+# An adapter adds about 3 % to its layer's output (0.6 of this), as after some hundred steps. It is far from zero, so
+# that A has a gradient.
 ADAPTER_SHARE = 0.05
-# What the branches of all layers together add to the residual stream, and the size of what enters a gate: see
-# _condition in building.py.
+# The sum of all branches in the residual stream, and the size of the input of a gate: see _condition in building.py.
 BRANCH_SHARE = 0.3
 GATE_STD = 0.7
-# Mixture models: every token id carries the directions of its experts in its embedding, this strong, where nothing else
-# of it lies, and routers read them with this gain. With random routers two correct bf16 systems choose another last
-# expert for 2 to 7 % of the tokens of a layer, and cosines fall to 0.995 (CPU, 12 layers, 128 experts); so, both choose
-# the same. With a lower gain a system that drops the routers' gradient would pass the judge.
+# Mixture models: the embedding of every token id has the directions of its experts, of this size, in columns that are
+# zero otherwise, and routers read them with this gain. With random routers two correct bf16 systems choose another last
+# expert for 2 to 7 % of the tokens of a layer, and cosines fall to 0.995 (CPU, 12 layers, 128 experts); with these both
+# choose the same experts. With a lower gain a system that drops the routers' gradient would pass the judge.
 EXPERT_CODES = (2.0, 3.5)
 ROUTER_GAIN = 1.2
 
@@ -76,19 +75,19 @@ class Workload:
     """One model and one kind of pack.
 
     Args:
-        name: As on the command line.
+        name: Name on the command line.
         model_type: Hugging Face's name of the family.
         model_config: Arguments of its configuration.
         quantization: "nf4" for QLoRA, None for bf16 weights.
         max_tokens: Tokens of a pack.
-        length_divisor: Document lengths of the list are divided by this (1 except in CPU tests).
-        num_packs: Packs in the token file; a run that needs more starts again.
-        weights_of: Workload whose model and adapters this one trains, on packs of its own; None for its own.
+        length_divisor: Divisor of the document lengths of the list (1 except in CPU tests).
+        num_packs: Packs in the token file; a longer run starts again with changed packs.
+        weights_of: Workload whose model and adapters this one trains on its own packs; None for its own model.
         is_skewed: Whether half of the rows go to a tenth of the experts.
         document_lengths: Documents of every pack; None takes them from the stored list.
         is_full: Whether all weights are trained, without adapters.
-        more_targets: Linear layers that get an adapter besides the usual ones.
-        learning_rate: Peak; 0 for the ruler's.
+        more_targets: Linear layers with an adapter in addition to the usual ones.
+        learning_rate: Peak learning rate; 0 for that of the ruler.
     """
 
     name: str
@@ -114,32 +113,32 @@ class Workload:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layers are gated delta rules."""
+        """Whether some layers have a gated delta rule."""
         return "linear_num_value_heads" in self.model_config
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Linear layers that get an adapter, by the last part of their names."""
+        """Linear layers with an adapter, by the last part of their names."""
         return (*(ATTENTION_MODULES if self.num_experts else TARGET_MODULES), *self.more_targets)
 
 
 def _with_routings(name: str, model_type: str, config: dict[str, Any]) -> list[Workload]:
-    """A mixture workload at 8,192 tokens, its packs of 16,384, the same two with skewed routing, which are a
-    model of their own, and one in NF4.
+    """Return a mixture workload at 8,192 tokens, one at 16,384, the same two with skewed routing (another model), and
+    one in NF4.
     """
-    found = []
+    workloads = []
     for title, is_skewed in ((name, False), (f"{name}-skewed", True)):
         usual = Workload(title, model_type, config, None, is_skewed=is_skewed)
-        found += [usual, replace(usual, name=f"{title}-16k", max_tokens=16_384, num_packs=24, weights_of=title)]
-    return [*found, Workload(name.replace("-lora", "-qlora"), model_type, config, "nf4", weights_of=name)]
+        workloads += [usual, replace(usual, name=f"{title}-16k", max_tokens=16_384, num_packs=24, weights_of=title)]
+    return [*workloads, Workload(name.replace("-lora", "-qlora"), model_type, config, "nf4", weights_of=name)]
 
 
-# Packs of other lengths on the same weights: name of the suffix, tokens, packs that the stored list of documents fills.
+# Packs of other lengths on the same weights: suffix of the name, tokens, and packs that the stored list fills.
 _LONGER = (("16k", 16_384, 24), ("32k", 32_768, 12), ("48k", 49_152, 8))
 
 
 def _with_longer(name: str, config: dict[str, Any], quantization: str | None) -> list[Workload]:
-    """The workload at 8,192 tokens, and those with longer packs that share its weights."""
+    """Return the workload at 8,192 tokens, and those with longer packs that share its weights."""
     usual = Workload(name, "qwen3", config, quantization)
     longer = [
         replace(usual, name=f"{name}-{suffix}", max_tokens=max_tokens, num_packs=num_packs, weights_of=name)
@@ -157,8 +156,8 @@ def _with_longer(name: str, config: dict[str, Any], quantization: str | None) ->
 
 
 def _llama_8b() -> list[Workload]:
-    """Llama-3.1-8B on packs of 32,768 tokens, of three long documents or one, and of one document of 131,072 or
-    262,144.
+    """Return Llama-3.1-8B on packs of 32,768 tokens, with three documents or one, and on one document of 131,072 or
+    262,144 tokens.
     """
     three = Workload(
         "llama-3.1-8b-lora-32k",
@@ -186,7 +185,7 @@ def _llama_8b() -> list[Workload]:
 
 
 def _one_document(name: str, model_type: str, config: dict[str, Any], num_tokens: int, **others: Any) -> Workload:
-    """Packs of one document on a model of its own."""
+    """Return a workload of one document with its own model."""
     return Workload(
         name, model_type, config, max_tokens=num_tokens, num_packs=12, document_lengths=(num_tokens,), **others
     )
@@ -195,7 +194,7 @@ def _one_document(name: str, model_type: str, config: dict[str, Any], num_tokens
 def _tiny(
     name: str, model_type: str, config: dict[str, Any], quantization: str | None = None, **others: Any
 ) -> Workload:
-    """A workload for CPU tests."""
+    """Return a workload for CPU tests."""
     sizes = {"max_tokens": 256, "length_divisor": 16, "num_packs": 8, "lora_rank": 4, "lora_alpha": 4}
     return Workload(name, model_type, config, quantization, **{**sizes, **others})
 
@@ -222,7 +221,7 @@ WORKLOADS = {
         *_with_routings("gpt-oss-20b-lora", "gpt_oss", gpt_oss(layers=24)),
         Workload("gpt-oss-120b-lora", "gpt_oss", gpt_oss(layers=36, experts=128), None),
         Workload("qwen3.5-9b-lora", "qwen3_5_text", QWEN35_9B, None, more_targets=MIXER_MODULES),
-        # What Unsloth adapts: nothing in gated delta layers but their feed-forward blocks.
+        # The layers that Unsloth adapts: in gated delta layers only the feed-forward blocks.
         Workload("qwen3.5-9b-usual-lora", "qwen3_5_text", QWEN35_9B, None),
         Workload("qwen3.5-9b-full", "qwen3_5_text", QWEN35_9B, None, weights_of="qwen3.5-9b-lora", is_full=True),
         Workload("gemma-4-e4b-lora", "gemma4_text", GEMMA4_E4B, None),
@@ -276,9 +275,9 @@ class Pack:
         self.lengths = [int(length) for length in lengths]
 
     def renewed(self, number: int) -> Pack:
-        """Return the pack with its tokens and its documents moved round by so many places; 0 is the pack itself.
+        """Return the pack with its tokens and documents rotated by so many places; 0 is the pack itself.
 
-        Every document has other tokens, lengths and the routing of tokens stay what they are.
+        Every document gets other tokens; lengths and the routing of each token are unchanged.
 
         Example:
             >>> pack = Pack(input_id_T=np.arange(4, 9), lengths=[2, 3]).renewed(1)
@@ -291,8 +290,8 @@ class Pack:
         return Pack(input_id_T=np.roll(self.input_id_T, number), lengths=self.lengths[places:] + self.lengths[:places])
 
     def label_T(self, share: float) -> np.ndarray:
-        """Return unshifted labels: the last share of every document, never its first token, at least one token
-        where it has two.
+        """Return unshifted labels: the last share of every document, without its first token, and at least one token
+        if it has two.
         """
         label_T = np.full(self.input_id_T.shape, IGNORED_LABEL, dtype=np.int64)
         for start, end in self.borders():
@@ -316,19 +315,19 @@ class Pack:
 
 
 def num_labelled_tokens(length: int, *, share: float) -> int:
-    """Return how many tokens at the end of a document are trained."""
+    """Return the number of trained tokens at the end of a document."""
     return 0 if length < 2 else min(length - 1, max(1, round(share * length)))
 
 
 def generate_lengths(num_documents: int, *, seed: int, mean: int, sigma: float, low: int, high: int) -> list[int]:
-    """Return log-normal document lengths with that mean before clipping; the stored list was made by this."""
+    """Return log-normal document lengths with this mean before clipping, as in the stored list."""
     source = random.Random(seed)
     log_mean = math.log(mean) - 0.5 * sigma * sigma
     return [min(high, max(low, int(source.lognormvariate(log_mean, sigma)))) for _ in range(num_documents)]
 
 
 def read_lengths(path: Path = LENGTHS_PATH) -> dict[str, Any]:
-    """Return the stored list with the arguments it was generated by."""
+    """Return the stored list and the arguments that generated it."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -363,7 +362,7 @@ def make_packs(workload: Workload) -> list[Pack]:
         plans = [list(workload.document_lengths)] * workload.num_packs
     else:
         lengths = [max(2, length // workload.length_divisor) for length in read_lengths()["lengths"]]
-        # The list is repeated where packs need more documents; token ids are new in every pack.
+        # The list is repeated if packs need more documents; token ids are new in every pack.
         lengths *= 1 + workload.num_packs * workload.max_tokens // sum(lengths)
         plans = plan_packs(lengths, max_tokens=workload.max_tokens, num_packs=workload.num_packs)
     highest = min(workload.model_config["vocab_size"], TOKENIZER_WORDS)
@@ -398,8 +397,8 @@ class WorkloadFiles:
     """The folder of a built workload.
 
     Args:
-        root: Folder that holds one subfolder per workload, /dev/shm/... on the GPU machine.
-        workload: Which one.
+        root: Folder with a subfolder for each workload.
+        workload: The workload.
     """
 
     def __init__(self, root: Path, workload: Workload) -> None:
@@ -413,11 +412,11 @@ class WorkloadFiles:
         self.done = self.folder / "done.json"
 
     def reference(self, share: float) -> Path:
-        """Where the plain arm leaves its gradients for this label share."""
+        """Return the file of the plain arm's gradients for this label share."""
         return self.folder / f"reference_gradients_{share:g}.safetensors"
 
     def is_built(self) -> bool:
-        """Whether build has finished here, with this very workload and the weights it shares."""
+        """Return whether build has finished here, with exactly this workload and the weights that it shares."""
         is_done = self.done.exists() and json.loads(self.done.read_text()) == fingerprint(self.workload)
         return is_done and self.model.exists()
 
@@ -436,16 +435,14 @@ class WorkloadFiles:
         return load_file(self.adapter / "adapter_model.safetensors")
 
     def read_trained(self) -> Mapping[str, torch.Tensor]:
-        """Return what every case starts from by the names of its files: the adapter, or all weights, each read
-        when it is asked for.
-        """
+        """Return the adapter, or all weights, at the start of every case by their names in the files."""
         return TensorFiles(sorted(self.model.glob("*.safetensors"))) if self.workload.is_full else self.read_adapter()
 
 
 def fingerprint(workload: Workload) -> dict[str, Any]:
-    """Return what a built workload is recognised by."""
+    """Return the description by which a built workload is recognised."""
     fields = vars(workload)
-    # What was built before there were these fields stays what it is.
+    # Workloads that were built before these fields existed stay valid.
     for name in ("is_full", "more_targets", "learning_rate"):
         if not getattr(workload, name):
             fields = {key: value for key, value in fields.items() if key != name}
@@ -455,7 +452,7 @@ def fingerprint(workload: Workload) -> dict[str, Any]:
 
 
 def lora_config(workload: Workload) -> Any:
-    """Return the LoraConfig that every system is given; None where all weights are trained."""
+    """Return the LoraConfig of every system; None if all weights are trained."""
     if workload.is_full:
         return None
     from peft import LoraConfig

@@ -14,7 +14,7 @@ from lightning_fastft.core.errors import OptionError
 # Share of the memory that is free once model and optimizer are placed; the rest covers fragmentation.
 AUTO_VRAM_SHARE = 0.9
 AUTO_HOST_SHARE = 0.5
-# The allocator compares the cap with the memory that is asked for, but expandable segments grow by so much at a time.
+# The allocator compares the cap with the requested memory, but expandable segments grow in steps of this size.
 SEGMENT_BYTES = 20 * 2**20
 # Budget for a device without a counting allocator.
 UNKNOWN_BYTES = 2**62

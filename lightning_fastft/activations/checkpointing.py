@@ -47,8 +47,8 @@ class OffloadCheckpointing:
     Args:
         policy: "keep" stores every activation. "recompute" stores the input of each layer and runs the layer again in
             the backward. "offload" does the same with the inputs in pinned host memory. "auto" recomputes in the first
-            three steps and measures them; then it keeps on the device what costs most to recompute, offloads what
-            hides under compute, and recomputes the rest. On a CPU "auto" keeps everything.
+            three steps and measures them. Then it keeps on the device the activations that cost most to recompute,
+            offloads those whose copies overlap with compute, and recomputes the rest. On a CPU "auto" keeps everything.
         vram_budget: Device memory, in GiB, that the process may reserve under "auto", loading and the first steps
             included; our strategies cap the allocator at it. The CUDA context and NCCL's buffers are not part of it.
             "auto" is the memory of the process plus 90 % of the free memory, without a cap.
@@ -59,7 +59,7 @@ class OffloadCheckpointing:
         weights: "stream" keeps the frozen weights of the decoder layers, the input embedding and the output layer in
             pinned host memory, and copies each layer to the device before its use. Our strategies then build the model
             on the host, and the device holds one tensor of it at a time; adapters that are computed from the base
-            (DoRA, PiSSA, EVA) need it whole on the device once. "auto" streams under policy "auto"
+            (DoRA, PiSSA, EVA) need the whole base on the device once. "auto" streams under policy "auto"
             if no plan fits otherwise, or if the planner predicts a step at least 3 % faster. "resident" never does.
             While weights are streamed, reads of their values raise: code of your own calls ``model.lm_head(hidden)``
             and does not read ``model.lm_head.weight``; ``model.state_dict()`` has the values. Copies of the model
@@ -101,7 +101,7 @@ class OffloadCheckpointing:
                 "weights='stream' frees device memory, and policy 'keep' fills it with activations: use policy 'auto' "
                 "with vram_budget."
             )
-        # Those from the start; "auto" may add tiles to a stack later.
+        # Tiles from the start; "auto" may add tiles to a stack later.
         self.mlp_tiles = 1 if mlp_tiles == "auto" else check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
         self.options = StackOptions(
             policy=policy,
@@ -285,7 +285,7 @@ class OffloadCheckpointing:
 
     @property
     def can_step_down(self) -> bool:
-        """Whether ``step_down`` may find less to use; only policy "auto" has other plans."""
+        """Whether ``step_down`` may reduce the memory use; only policy "auto" has other plans."""
         if self.policy != "auto":
             return False
         return self.advice() is not None or any(stack.measurement.is_keeping or stack.can_tile for stack in self.stacks)

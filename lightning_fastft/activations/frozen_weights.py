@@ -63,7 +63,7 @@ class GatheredWeights(NamedTuple):
         return sum(total <= num_bytes for total in accumulate(self.unit_bytes()))
 
     def keep_all(self) -> tuple[Callable[[], str], int]:
-        """Keep every unit gathered; return what describes them, and the memory of trained ones."""
+        """Keep every unit gathered; return a function that describes them, and the memory of trained ones."""
         num_units = len(self.unit_bytes())
         self.keep(num_units)
         return partial(self.describe, num_units), self.trained_bytes(num_units)

@@ -1,4 +1,4 @@
-"""Parameters whose values are in host memory: reads of them raise, where they would give values of something else."""
+"""Parameters whose values are in host memory: reads raise, because the device memory has values of another layer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _WITHOUT_VALUES = frozenset(
 
 
 class HostParameter(nn.Parameter):
-    """A parameter of which shape, dtype and device can be read, and no values.
+    """A parameter whose shape, dtype and device can be read, but not its values.
 
-    A parameter becomes one, and back, by assignment of its class, as torch's uninitialised parameters do: it stays the
-    same object.
+    Assigning ``__class__`` hides the values of a parameter and shows them again, as in torch's uninitialised
+    parameters, so the parameter stays the same object.
 
     Raises:
-        SwapError: A torch function got the parameter, or a view of it.
+        SwapError: A torch function was called with the parameter, or with a view of it.
     """
 
     @classmethod
@@ -59,19 +59,19 @@ class HostParameter(nn.Parameter):
 
 
 def is_plain(tensor: object) -> bool:
-    """Return whether a tensor is a parameter of no other class than torch's own, with its values hidden or not."""
+    """Return whether a tensor is a plain ``nn.Parameter``, with its values hidden or not."""
     return type(tensor) in (nn.Parameter, HostParameter)
 
 
 def _stays(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> bool:
-    """Return whether a move leaves a tensor as it is."""
+    """Return whether ``to`` would return the tensor unchanged."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     is_there = device is None or (device.type == tensor.device.type and device.index in (None, tensor.device.index))
     return is_there and dtype in (None, tensor.dtype) and not copy
 
 
 def hide_values(tensors: Iterable[torch.Tensor]) -> None:
-    """Let reads of the values raise; tensors of other classes than nn.Parameter stay as they are."""
+    """Make reads of the values raise; no-op for tensors of other classes than nn.Parameter."""
     for tensor in tensors:
         if type(tensor) is nn.Parameter:
             tensor.__class__ = HostParameter

@@ -24,8 +24,8 @@ class Measurement:
     fills the allocator, and it finds the last value point of each segment. The third one, with its backward, is timed;
     the second one is timed too, and the shorter time of each part counts, because a step alone may be disturbed. These
     times exclude waits for copies. An interrupted forward or backward is measured again. A longer pack does not restart
-    the measurement, so that all ranks end it at the same forward; ``read`` scales the costs instead. Where memory is
-    too small for a kept segment, ``stop_keeping`` leaves the first forward out.
+    the measurement, so that all ranks end it at the same forward; ``read`` scales the costs instead. If memory is too
+    small for a kept segment, ``stop_keeping`` skips the first forward.
 
     Args:
         layers: Decoder layers, in order.

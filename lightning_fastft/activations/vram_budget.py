@@ -75,7 +75,7 @@ class HeadSizes(NamedTuple):
 
     Args:
         vocab_size: Columns of the logits; 0 if unknown.
-        trained: Trained weights whose gradients are there while layers run backward.
+        trained: Trained weights whose gradients exist during the backward of the layers.
         sum_bytes: The sum over chunks of a trained output layer's gradient, in fp32.
     """
 

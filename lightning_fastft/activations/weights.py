@@ -19,7 +19,7 @@ from lightning_fastft.core.errors import HostMemoryError, OptionError, SwapError
 DEFAULT_NUM_SLOTS = 3
 
 
-# An instance attribute of modules whose tensors are in slots: outside of their layer's pass these hold other layers.
+# An instance attribute of modules whose tensors are in slots, which hold other layers outside of this layer's pass.
 STREAMED_ATTRIBUTE = "fastft_streamed"
 
 

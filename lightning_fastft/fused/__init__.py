@@ -6,6 +6,6 @@ forward. ``functions`` holds the Functions, ``delta_mixers`` the gated delta rul
 with their adapters, and ``linear_gradients`` the gradients of these. ``dense_weights``, ``low_precision_adapters`` and
 ``fp8_weights`` hold the weights that the products read, ``active_adapters`` finds the adapter of a layer, and
 ``row_factors`` and ``column_scales`` compute DoRA. ``fp8_base`` makes the layers of a model compute in fp8,
-``fp8_obstacles`` says which cannot, and ``layer_check`` compares the fused form of a family with its own. Read
-``decoder``, then ``functions``.
+``fp8_obstacles`` gives the reasons why some cannot, and ``layer_check`` compares the fused form of a family with its
+own. Read ``decoder``, then ``functions``.
 """

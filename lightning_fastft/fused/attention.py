@@ -91,7 +91,7 @@ def _attend_heads(
     """Return the output of attention, a row per token."""
     # LFM2's layers have no dropout.
     dropout = vars(attention).get("attention_dropout", 0.0) if attention.training else 0.0
-    # As a module's attribute, a missing one takes microseconds.
+    # Looking up a missing attribute of a module takes microseconds.
     window = (
         getattr(attention.config, "sliding_window", None)
         if form.has_config_window

@@ -168,7 +168,7 @@ def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, optio
         return None
     form = form_of(layer)
     if find_delta_rule(layer, form) is not None:
-        # Without a context the mixer may read a mask, a cache, or rows whose document borders only it knows.
+        # Without a context the mixer may read a mask, a cache, or rows with document borders that only it knows.
         context = options.get("context")
         if not isinstance(context, BatchContext) or x.shape[:2] != (1, context.num_tokens):
             return None

@@ -77,7 +77,7 @@ def refuse_own_forward(layer: nn.Module) -> None:
 
 
 def refresh_written(layer: nn.Module) -> None:
-    """Quantise the weights of a layer again if they were written; recorded graphs do not look at them.
+    """Quantise the weights of a layer again if they were written; recorded graphs do not check this.
 
     Cost:
         A few microseconds of the host.
@@ -161,7 +161,7 @@ class Fp8Base:
                 the device.
 
         Cost:
-            Device memory per rank: one byte for each weight of its shards, in place of those in the dtype of the model;
+            Device memory per rank: one byte for each weight of its shards, instead of those in the dtype of the model;
             while a layer is gathered, one byte per weight, and a buffer with a byte for each weight of the largest
             product, in which layers that read the same rows are concatenated and weights are transposed. One gather of
             the scales per weight, and a copy of the shards to the host and back.

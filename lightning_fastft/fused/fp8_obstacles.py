@@ -1,4 +1,4 @@
-"""Why the weights of linear layers do not compute in fp8, or are not gathered in e4m3; "" if they do."""
+"""Reasons why the weights of linear layers do not compute in fp8, or are not gathered in e4m3."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The weights of one fp8 product, quantised and held, and the three GEMMs that read them.
 
-Trained weights are held in e4m3 beside the parameters, and quantised again after each optimizer step. Their scales, and
-those of the rows that they multiply, are powers of 2, so that one quantisation of the output's gradient serves both the
-gradient of the input and that of the weight.
+Trained weights are held in e4m3 in addition to the parameters, and quantised again after each optimizer step. Their
+scales, and those of the rows that they multiply, are powers of 2, so that one quantisation of the output's gradient
+serves both the gradient of the input and that of the weight.
 
 Axes: T rows, I input columns, O output columns of all layers that read the same rows, together.
 """
@@ -365,7 +365,7 @@ def _read_nf4(weights: Sequence[torch.Tensor]) -> list[NF4Weight]:
 
 
 def _marks(weights: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Return what tells whether weights are those that were quantised."""
+    """Return a key that changes when the weights are not those that were quantised."""
     return [(weight.data_ptr(), weight._version, weight.device) for weight in weights]
 
 

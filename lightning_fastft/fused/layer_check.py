@@ -46,7 +46,7 @@ def find_difference(
     """Return how the forward of a class of layers differs from its fused form, or "".
 
     A layer of the class with small random weights runs both ways on two packed documents, in fp32 on the CPU. Both use
-    plain PyTorch in place of the kernels of a gated delta rule. ``fuse`` returns the fused layer that shares the
+    plain PyTorch instead of the kernels of a gated delta rule. ``fuse`` returns the fused layer that shares the
     parameters of a layer. If not is_dense, feed-forward blocks run as modules and are not compared.
 
     Cost:

@@ -11,8 +11,8 @@ class LayerForm(NamedTuple):
 
     A layer without ``self_attn`` has a mixer in its place: a gated delta rule with ``delta_projections``, else a
     separate module. Fused attention (``fused/attention.py``) reads these attributes of ``self_attn``: ``head_dim`` and
-    ``scaling``, and if they are there ``sliding_window``, ``attention_dropout``, ``use_rope`` and ``sinks``. A family
-    that says it in another way needs a field here.
+    ``scaling``, and if they exist ``sliding_window``, ``attention_dropout``, ``use_rope`` and ``sinks``. A family with
+    other attributes for these needs a field here.
 
     Args:
         is_norm_wide: The norms multiply by their weight in fp32 (gpt-oss, Gemma), not after rounding (Llama).

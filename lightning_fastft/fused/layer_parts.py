@@ -1,4 +1,4 @@
-"""What a fused layer computes itself: its products at present, or the reason why it cannot be fused."""
+"""Read the products that a fused layer computes itself, or the reason why it cannot be fused."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Fusion:
         self._modules.append(module)
         self._watch(module._modules, *module._modules)
         self._watch_weights(module, *module._parameters)
-        # Any module may get a forward of its own; only some have the others.
+        # Any module may get its own forward; only some have the other attributes.
         self._watch(vars(module), "forward", *(_SETTINGS & vars(module).keys()))
         if has_hooks:
             self._empty += [module._forward_hooks, module._forward_pre_hooks]
@@ -161,7 +161,7 @@ class Fusion:
 
 
 def _describe(weights: Sequence[torch.Tensor]) -> list[Any]:
-    """Return what makes a product read a weight in another way; addresses matter only to copies, which know them."""
+    """Return the properties of weights that decide how a product reads them; only copies depend on addresses."""
     return list(map(operator.attrgetter("dtype", "requires_grad"), weights))
 
 

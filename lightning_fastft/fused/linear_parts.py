@@ -113,7 +113,7 @@ def _base_obstacle(base: nn.Module, *, dtype: torch.dtype, awaits_gather: bool) 
         and (type(base).forward is nn.Linear.forward or is_linear_point(base))
         and _is_dense(weight, awaits_gather=awaits_gather)
     ):
-        # Frozen weights that FSDP2 gathers in e4m3 are served by fused/fp8_weights.py, or refused there.
+        # fused/fp8_weights.py computes with frozen weights that FSDP2 gathers in e4m3, or refuses them.
         return "" if weight.dtype in (dtype, FP8) else f"{name} holds {weight.dtype} for rows in {dtype}"
     if type(weight).__name__ != "Params4bit":
         return f"{name} is not a plain linear layer"

@@ -61,7 +61,7 @@ class LowPrecisionAdapters:
         self._layers: list[LoraLayer] = []
         # PEFT's wrappers around stacks of experts.
         self._wrappers: list[LoraLayer] = []
-        # What pairs returned last: to look for copies takes longer than to mark them.
+        # The last result of ``pairs``: finding copies takes longer than marking them.
         self._paired: list[LowPrecisionCopy] = []
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class _CopyForward:
         if session is None or not session.is_recompute:
             return add_low_rank(self.base_layer(x), self.lora_dropout[name](x))  # type: ignore[attr-defined]
         point = value_name(self)  # type: ignore[arg-type]
-        # A base that is trained, or that is no value point, may save tensors of its own, so it must run.
+        # A base that is trained, or is not a value point, may save tensors of its own, so it must run.
         is_unneeded = session.is_last(point) and is_frozen_point(self.base_layer)  # type: ignore[attr-defined]
         if is_unneeded:
             session.skip(value_name(self.base_layer))  # type: ignore[attr-defined]
@@ -371,7 +371,7 @@ def _plain_adapter(layer: PeftLinear, x: torch.Tensor, *, adapters: LowPrecision
 
 
 def class_for(old: type[LoraLayer]) -> type[nn.Module] | None:
-    """Return the class that serves instances of exactly this PEFT class, or None."""
+    """Return the class that replaces exactly this PEFT class, or None."""
     if old is PeftLinear:
         return LoraLinear
     if old.__module__ == "peft.tuners.lora.bnb" and old.__name__ in ("Linear4bit", "Linear8bitLt"):

@@ -45,7 +45,7 @@ def dora_obstacle(layer: LoraLayer, name: str) -> str:
 
 
 def variant_obstacle(layer: LoraLayer, name: str) -> str:
-    """Return why an adapter is neither LoRA nor a DoRA that is served; empty if it is."""
+    """Return why an adapter is neither LoRA nor a supported DoRA; empty if it is one of them."""
     if layer.lora_bias.get(name, False):
         return "the adapter has a bias"
     if name not in layer.lora_variant:

@@ -2,8 +2,8 @@
 
 Every rank gets the tokens of all ranks (all-gather), runs its own experts on them, and returns to each rank the sums of
 its tokens' outputs. Sizes never depend on the routing, so no count leaves the device. A token is sent once to each
-rank, not once per expert: with 8 experts per token, an exchange by need would send each of 2 ranks 99.6 % of all tokens
-anyway, and each of 8 ranks 66 %.
+rank, not once per expert. With 8 experts per token, an exchange of only the routed tokens would still send 99.6 % of
+all tokens to each of 2 ranks, and 66 % to each of 8 ranks.
 
 Axes: R rows of one rank, padded to the longest pack of the axis, T = R * ranks, K experts per token, D model width,
     E experts, N = R * K routed slots.
@@ -33,8 +33,8 @@ class ExpertAxis:
     """The ranks that own the experts of each layer in equal shares: rank r of n owns the r-th E / n.
 
     Gradients of owned experts are sums over the tokens of the whole axis, while data parallelism divides the sum over
-    all ranks by their number. So the backward divides incoming gradients by the size of the axis, and multiplies those
-    that leave for the tokens, and those of adapters, which every rank holds whole, by it again.
+    all ranks by their number. So the backward divides incoming gradients by the size of the axis. It multiplies the
+    gradients of the tokens, and those of adapters, which every rank holds whole, by this size again.
 
     Example:
         >>> find_axis(nn.Linear(2, 2)) is None

@@ -50,7 +50,7 @@ class Fp8Stack:
     def __init__(self, owner: Fp8Experts, *, layer: nn.Module, module: nn.Module, name: str) -> None:
         self.owner = owner
         self._layer, self._module, self._name = layer, module, name
-        # What tells whether the weights are those that were quantised.
+        # Identifies the weights that were quantised, to detect a change.
         self._key: tuple[Any, ...] | None = None
         self._forward_EOI: torch.Tensor | None = None
         self._backward_EIO: torch.Tensor | None = None
@@ -273,7 +273,7 @@ def held_memory(layer: nn.Module) -> list[torch.Tensor]:
 
 
 def refresh_written(layer: nn.Module) -> None:
-    """Quantise the experts of a layer again if their weights were written; recorded graphs do not look at them.
+    """Quantise the experts of a layer again if their weights were written; recorded graphs do not check this.
 
     Cost:
         A few microseconds of the host.

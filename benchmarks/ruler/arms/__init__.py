@@ -1,1 +1,1 @@
-"""One module per system that is measured; each runs in a process of its own."""
+"""One module for each measured system; each runs in its own process."""

@@ -1,14 +1,14 @@
 """Our arm, through the public path: FineTuner, FastFTStrategy and Lightning's Trainer; a callback measures.
 
 Modes: "keep", "recompute", "offload" (two staging buffers), "offload1" (one), "auto", "auto=14.5" (device memory in
-GiB; ":32" after it is the host's), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs),
+GiB; ":32" after it is host memory), each with "+fused" (FusedKernels), "+graphs" (the same with CUDA graphs),
 "+graphs=auto" (graphs if launch-bound), "shipped" (the shipped config of the workload through the CLI, with all its
-callbacks and PackedDataModule), "+fp8" (FusedKernels with products in fp8, checked with wider
-limits: benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles), "+ragged"
-(all packs but the first lack their last document, as PackedDataModule's without pad_to_max) and
-"+liger" (Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. If a workload trains all
-weights, FineTuner gets no lora, and AdamW keeps its moments in bf16 unless it has 8-bit moments. Gradients of recorded
-layers are compared with those of eager layers. Under "auto" the checked step is one that is measured for the plan, so
+callbacks and PackedDataModule), "+fp8" (FusedKernels with products in fp8, checked with wider limits:
+benchmarks/ruler/judge.py), "+stream" (frozen weights on the host), "+tiles8" (feed-forward blocks in 8 tiles),
+"+ragged" (all packs but the first lack their last document, as PackedDataModule's without pad_to_max) and "+liger"
+(Liger's norms and SwiGLU, swapped in per instance); benchmarks/ruler/plans.py. If a workload trains all weights,
+FineTuner gets no lora, and AdamW keeps its moments in bf16 unless it has 8-bit moments. Gradients of recorded layers
+are compared with those of eager layers. Under "auto" the checked step is one that is measured for the plan, so
 gradients are compared again after the plan is made: with those of recompute on the same weights.
 """
 
@@ -59,23 +59,23 @@ from lightning_fastft.training.optimizer import FusedAdamW
 def run(
     cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str, recorder: type[CaseRecorder] = CaseRecorder
 ) -> None:
-    """Run the cases one after the other on one FineTuner; each has a Trainer of its own.
+    """Run the cases one after the other on one FineTuner; each has its own Trainer.
 
     Args:
-        cases: All of one workload.
-        files: Its folder.
-        log: Where records go.
+        cases: Cases of one workload.
+        files: The folder of the workload.
+        log: Takes the records.
         device: "cuda" or "cpu".
-        recorder: What follows a case.
+        recorder: Class that records a case.
     """
     is_cuda, packs, start = device == "cuda", files.read_packs(), files.read_trained()
-    # The only reference to the model between cases, so that a model that is not wanted any more leaves the device.
+    # The only reference to the model between cases, so that an unused model leaves the device.
     held: dict[str, FineTuner] = {}
 
     def body(one: CaseRecorder) -> None:
         name = one.case.optimizer
         if not held:
-            # A tuner and what trained it refer to each other: without this the next model would stand beside the last.
+            # A tuner and its Trainer refer to each other: without this, two models would be on the device.
             gc.collect()
             held["tuner"] = make_tuner(files, optimizer=name, is_cuda=is_cuda)
         held["tuner"].optimizer_factory = optimizer_factory(name, is_cuda=is_cuda)
@@ -86,12 +86,12 @@ def run(
         case = replace(case, num_warmup=max(case.num_warmup, least_warmup(case.mode)))
         given = make_ragged(packs) if "ragged" in case.mode.split("+") else packs
         if "error" in run_case(recorder(case, files=files, packs=given, is_cuda=is_cuda), body, log=log):
-            # Whatever a failed fit left behind is not trusted.
+            # Do not reuse the state that a failed fit left.
             held.clear()
 
 
 def make_tuner(files: WorkloadFiles, *, optimizer: str, is_cuda: bool) -> FineTuner:
-    """Return a FineTuner as a user makes it."""
+    """Return a FineTuner as a user creates it."""
     tuner = FineTuner(
         str(files.model),
         quantization=files.workload.quantization,
@@ -102,7 +102,7 @@ def make_tuner(files: WorkloadFiles, *, optimizer: str, is_cuda: bool) -> FineTu
         scheduler="constant",
         warmup_share=0.0,
     )
-    # Lightning moves the module to the host when a fit ends; the next case wants it where it is.
+    # Lightning moves the module to the host when a fit ends; the next case needs it on the device.
     tuner.cpu = lambda: tuner  # type: ignore[method-assign]
     return tuner
 
@@ -113,7 +113,7 @@ def make_batch(documents: list[tuple[Any, Any]]) -> PackedBatch:
 
 
 def optimizer_factory(name: str, *, is_cuda: bool) -> Any:
-    """Return what FineTuner makes its optimizer with; None for its own."""
+    """Return the optimizer factory for FineTuner; None for its default."""
     if name == "adamw_fused_8bit":
         return functools.partial(FusedAdamW, optim_bits=8)
     if name == "adamw_fused" or not is_cuda:
@@ -162,10 +162,10 @@ def _note_statuses(recorder: CaseRecorder, measure: MeasuringCallback, trainer: 
 def train_shipped(
     tuner: FineTuner, recorder: CaseRecorder, *, start: Mapping[str, torch.Tensor], is_cuda: bool
 ) -> None:
-    """Train as ``fastft fit --config NAME`` does: Trainer, strategy and callbacks of the shipped config, and its
-    PackedDataModule, which tokenised rows reach and which keeps the ruler's packs.
+    """Train as ``fastft fit --config NAME`` does: with Trainer, strategy and callbacks of the shipped config, and its
+    PackedDataModule on the ruler's tokenised rows and packs.
 
-    The tuner is the ruler's, so that adapters are those of every other system.
+    The tuner is that of the ruler, so that adapters are those of every other system.
     """
     name = SHIPPED_CONFIGS[recorder.case.workload]
     num_steps = recorder.num_total + MeasuringCallback.num_extra_steps
@@ -192,9 +192,9 @@ class RulerData(PackedDataModule):
     """The package's data module on the ruler's documents; its packs are the ruler's, in their order.
 
     Args:
-        packs: In the order of the steps.
-        max_tokens: Of a pack.
-        pad_to_max: As the shipped config has it.
+        packs: Packs in the order of the steps.
+        max_tokens: Tokens of a pack.
+        pad_to_max: Value of the shipped config.
     """
 
     def __init__(self, packs: Sequence[Pack], *, max_tokens: int, pad_to_max: bool) -> None:
@@ -214,7 +214,7 @@ class RulerData(PackedDataModule):
 
 
 def make_trainer(strategy: Any, callback: Callback, *, max_steps: int, is_cuda: bool, **options: Any) -> Trainer:
-    """Return a Trainer that only trains."""
+    """Return a Trainer without logging, checkpoints and validation."""
     return Trainer(
         accelerator="gpu" if is_cuda else "cpu",
         strategy=strategy,
@@ -236,14 +236,14 @@ def collate_pack(pack: Pack, *, share: float = 1.0) -> PackedBatch:
 
 
 class MeasuringCallback(Callback):
-    """Load the ruler's adapters or weights, tell the recorder what happens, stop the Trainer when it says so.
+    """Load the ruler's adapters or weights, report to the recorder, and stop the Trainer when the recorder ends.
 
-    After the last timed step, one more is profiled where tensors go to the host.
+    If tensors are offloaded, one more step is profiled after the last timed one.
 
     Args:
-        recorder: Of the case.
-        adapter: The ruler's adapter values; all weights where there are no adapters.
-        mode: Of the case.
+        recorder: Recorder of the case.
+        adapter: The ruler's adapter values; all weights if there are no adapters.
+        mode: Mode of the case.
         is_cuda: Whether steps run on a GPU.
     """
 
@@ -264,7 +264,7 @@ class MeasuringCallback(Callback):
         self._loss: torch.Tensor | None = None
 
     def _note_plan(self) -> None:
-        """Note what is in effect, and add the host memory that the engine has registered by itself."""
+        """Record the active optimisations, and add the host memory that the engine has registered by itself."""
         record, plan = self._recorder.record, describe_plan(self._checkpointing)
         record["plan"] = plan
         if "pinned_host_gib" in record:
@@ -274,7 +274,7 @@ class MeasuringCallback(Callback):
             record["pinned_host_gib"] += registered / 2**30
 
     def on_train_start(self, trainer: Trainer, pl_module: FineTuner) -> None:
-        """Put the adapters or weights and the asked layers in place, after everything else is."""
+        """Load the adapters or weights and swap layers of the mode, after all other changes."""
         if self._mode.wants_liger:
             self._recorder.record["liger_layers"] = install_liger_layers(pl_module.model, self.patcher)
         load_start(pl_module.model, self._adapter)
@@ -283,7 +283,7 @@ class MeasuringCallback(Callback):
         self.status_table = render_status_table(trainer.strategy.statuses())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: FineTuner, batch: Any, batch_idx: int) -> None:
-        """Compare gradients as soon as a plan stands; note the arrival of a batch."""
+        """Compare gradients as soon as there is a plan; record the arrival of a batch."""
         if self._is_over:
             return
         stacks = self._checkpointing.stacks
@@ -301,18 +301,18 @@ class MeasuringCallback(Callback):
         self._recorder.batch_arrived(batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: FineTuner, loss: torch.Tensor) -> None:
-        """Keep the loss of the judged step."""
+        """Store the loss of the judged step."""
         self._loss = loss.detach() if self._recorder.step == 0 else None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: FineTuner, optimizer: Any) -> None:
-        """Show the gradients, before they are clipped."""
+        """Pass the gradients to the recorder before they are clipped."""
         if not self._is_over:
             self._recorder.backward_done(pl_module.model, loss=self._loss)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: FineTuner, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         if self._is_over:
             use = self._profile.stop()
             self._recorder.record["copies"] = None if use is None else use._asdict()

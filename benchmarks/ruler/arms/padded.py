@@ -1,7 +1,7 @@
 """Peers that never pack a model train on length-grouped batches of documents, padded at the right.
 
 A batch of the ruler is one row of the trainer's data set, so that the judged one may have as many documents as the
-first pack. Collator, model, loss, optimizer and step are the trainer's own; only real tokens are counted.
+first pack. Collator, model, loss, optimizer and step are those of the trainer; only real tokens are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def parse_unsloth_mode(mode: str) -> tuple[str, int]:
-    """Return the mode of the ruler's arm, and documents in a padded batch; 0 to pack.
+    """Return the mode of the ruler's arm, and the documents of a padded batch; 0 to pack.
 
     Raises:
         ValueError: There is no such mode.
@@ -100,21 +100,21 @@ def padded_batches(packs: Sequence[Pack], *, batch_size: int, num_warmup: int, n
     Args:
         packs: Packs of the token file; all their documents are grouped.
         batch_size: Documents in a batch; the batch of the shortest ones may have fewer.
-        num_warmup: Steps before the first timed one, the judged one with them.
-        num_steps: Most timed steps; no batch is timed twice.
+        num_warmup: Steps before the first timed one, with the judged one.
+        num_steps: Maximum of timed steps; no batch is timed twice.
     """
     documents = [pack.input_id_T[start:end] for pack in packs for start, end in pack.borders()]
     documents.sort(key=len, reverse=True)
     groups = [documents[start : start + batch_size] for start in range(0, len(documents), batch_size)]
     made = [Pack(input_id_T=np.concatenate(group), lengths=[len(ids) for ids in group]) for group in groups]
-    # Steps of the golden ratio from the middle: every beginning of the order is spread over all lengths, and 10 batches
-    # have their mean within 10 %.
+    # Steps of the golden ratio from the middle: every prefix of the order is spread over all lengths, and the mean of
+    # 10 batches is within 10 % of that of all.
     places = (int((0.5 + number * _GOLDEN) % 1 * len(made)) for number in itertools.count())
     order: dict[int, None] = {}
     while len(order) < len(made):
         order[next(places)] = None
     spread = [made[place] for place in order]
-    # The longest one is met before the clock runs: what it allocates and compiles is no part of a timed step.
+    # The longest batch is a warm-up step, so that its allocations and compilation are not in a timed step.
     warmup = [made[0], *itertools.islice(itertools.cycle(spread), max(0, num_warmup - 2))][: num_warmup - 1]
     return [packs[0], *warmup, *spread[:num_steps]]
 
@@ -126,10 +126,10 @@ def real_share(groups: Sequence[Pack]) -> float:
 
 
 def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
-    """Check that a collator took the given documents and nothing else; return whether it padded them.
+    """Check that a collated batch has exactly the given documents; return whether it is padded.
 
-    Some collators make no attention mask. Padding is behind a document then, where no causal attention reads it, and
-    has no labels. Others concatenate the documents in one row without padding, with positions that begin anew.
+    Some collators make no attention mask. Padding is then after a document, where causal attention does not read it,
+    and has no labels. Others concatenate the documents in one row without padding, with positions that restart.
 
     Raises:
         ValueError: Tokens, labels or mask are not those of the documents.
@@ -147,7 +147,7 @@ def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np
     mask = np.arange(ids.shape[1]) < lengths[:, None] if given is None else given.cpu().numpy()
     for row, (own_ids, own_labels) in enumerate(documents):
         length = len(own_ids)
-        # The first label of a document is no target of anything.
+        # The first label of a document is never a target.
         same = np.array_equal(ids[row, :length], own_ids) and np.array_equal(labels[row, 1:length], own_labels[1:])
         if (
             not same
@@ -160,7 +160,7 @@ def check_padded(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np
 
 
 def _check_one_row(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Check that the only row holds the documents one after the other, each with its own positions."""
+    """Check that the only row has the documents one after the other, each with its own positions."""
     ids_T, label_T, position_T = (batch[name].cpu().numpy()[0] for name in ("input_ids", "labels", "position_ids"))
     wanted_T = np.concatenate([own_labels for _, own_labels in documents])
     places_T = np.concatenate([np.arange(len(own_ids)) for own_ids, _ in documents])
@@ -168,7 +168,7 @@ def _check_one_row(batch: dict[str, Any], documents: Sequence[tuple[np.ndarray, 
         raise ValueError("The only row of the trainer's batch is not the documents one after the other.")
     if not np.array_equal(position_T, places_T):
         raise ValueError("The positions of the trainer's batch do not begin anew with each document.")
-    # The first label of a document is no target of anything.
+    # The first label of a document is never a target.
     is_target_T = places_T > 0
     if not np.array_equal(label_T[is_target_T], wanted_T[is_target_T]):
         raise ValueError("The labels of the trainer's batch are not those of the documents.")

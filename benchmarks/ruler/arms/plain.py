@@ -1,5 +1,5 @@
-"""The plain arm: transformers and PEFT as a user has them - fp32 adapters, Hugging Face's varlen attention and loss,
-8-bit AdamW, a short loop.
+"""The plain arm: transformers and PEFT as users have them, with fp32 adapters, Hugging Face's varlen attention and
+loss, 8-bit AdamW and a short loop.
 
 Modes: "recompute" (gradient checkpointing), "keep"; with "+liger" Liger's norms, rotary, SwiGLU and fused loss; with
 "+padded" documents in padded rows instead of a pack, for models whose layers would carry state from one document of a
@@ -39,19 +39,19 @@ MODES = ("recompute", "keep", "recompute+liger", "keep+liger", "recompute+padded
 def run(
     cases: list[Case], *, files: WorkloadFiles, log: CaseLog, device: str, recorder: type[CaseRecorder] = CaseRecorder
 ) -> None:
-    """Run the cases on one loaded model; the first case of each label share leaves the reference gradients.
+    """Run the cases on one loaded model; the first case of each label share writes the reference gradients.
 
     Args:
-        cases: All of one workload.
-        files: Its folder.
-        log: Where records go.
+        cases: Cases of one workload.
+        files: The folder of the workload.
+        log: Takes the records.
         device: "cuda" or "cpu".
-        recorder: What follows a case.
+        recorder: Class that records a case.
     """
     is_cuda = device == "cuda"
     packs = files.read_packs()
     if any("torch" in case.mode.split("+") for case in cases):
-        # transformers takes fla-core where it can be imported.
+        # transformers uses fla-core if it can be imported.
         sys.modules["fla"] = None  # type: ignore[assignment]
     elif files.workload.is_hybrid:
         install_fla_gradient()
@@ -60,7 +60,7 @@ def run(
     has_liger = False
     seen_shares: set[float] = set()
     for case in sorted(cases, key=lambda case: "liger" in case.mode):
-        # Liger's loss makes the reference only where it is asked for: "plain:reference+liger".
+        # Liger's loss computes the reference only if requested: "plain:reference+liger".
         has_own_loss = "liger" not in case.mode or case.num_steps == 0
         is_reference = case.label_share not in seen_shares and has_own_loss and not case.is_judged
         seen_shares.add(case.label_share)
@@ -82,7 +82,7 @@ def run(
 
 
 def load_model(files: WorkloadFiles, *, device: str, attention: str | None = None) -> Any:
-    """Load the model the way its documentation does, with PEFT's adapters unless all weights are trained.
+    """Load the model as its documentation shows, with PEFT's adapters unless all weights are trained.
 
     Args:
         files: The workload.
@@ -125,7 +125,7 @@ def _apply_liger(model: Any) -> None:
 
 
 def _base_of(model: Any) -> Any:
-    """Return the model under PEFT's wrapper, or the model itself where there is none."""
+    """Return the model under PEFT's wrapper, or the model itself if it has no wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -157,7 +157,7 @@ def train_padded(model: Any, recorder: CaseRecorder, *, device: str, learning_ra
     for step in range(recorder.num_total):
         batch = pad_pack(recorder.pack_at(step), share=recorder.case.label_share)
         recorder.batch_arrived(batch)
-        # The first token of a row is no target, labelled or not.
+        # The first token of a row is never a target.
         num_items = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
         losses = []
         for rows in equal_rows(batch, max_tokens=recorder.pack_at(step).input_id_T.size):

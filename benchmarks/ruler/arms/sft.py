@@ -1,7 +1,7 @@
 """Code that the TRL and Unsloth arms share: their SFTTrainer trains on the ruler's packs, and a callback measures.
 
-The trainer is built as its documentation says (packing on); its prepared data set is then exchanged for one with the
-same columns that holds the ruler's packs. Model, collator, loss, optimizer and step are the trainer's own.
+The trainer is built as in its documentation (packing on); its prepared data set is then replaced by one with the same
+columns and the ruler's packs. Model, collator, loss, optimizer and step are those of the trainer.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def run_cases(
 
 
 def train(trainer: Any, data_set: Any, *, driver: Any, recorder: CaseRecorder, is_cuda: bool) -> None:
-    """Train on prepared rows with the optimizer of the recorder's case; the driver tells the recorder what happens."""
+    """Train on prepared rows with the optimizer of the recorder's case; a callback reports to the recorder."""
     from transformers.training_args import OptimizerNames
 
     driver.recorder = recorder
     trainer.train_dataset = data_set
     trainer._signature_columns = data_set.column_names
-    # The next call of train makes the optimizer of the case.
+    # The next call of train creates the optimizer of the case.
     trainer.optimizer = trainer.lr_scheduler = None
     if is_cuda:
         trainer.args.optim = OptimizerNames(OPTIMIZERS[recorder.case.optimizer])
@@ -98,7 +98,7 @@ def train(trainer: Any, data_set: Any, *, driver: Any, recorder: CaseRecorder, i
 
 
 def describe_model(model: torch.nn.Module) -> str:
-    """Return what a model trains, what it leaves frozen, and which of its modules recompute, in one line.
+    """Describe the trained and frozen tensors of a model and its recomputed modules, in one line.
 
     Example:
         >>> describe_model(torch.nn.Linear(2, 3))
@@ -126,16 +126,16 @@ def data_set(packs: list[Pack], *, share: float) -> Any:
 
 
 def expected_batch(pack: Pack, *, share: float) -> dict[str, np.ndarray]:
-    """Return what a collated pack must hold."""
+    """Return the expected content of a collated pack."""
     return {"input_ids": pack.input_id_T, "labels": pack.label_T(share), "position_ids": pack.position_T()}
 
 
 def install_driver(trainer: Any) -> Any:
-    """Add the measuring callback and stand in the way of training_step, once per trainer."""
+    """Add the measuring callback and wrap training_step, once per trainer."""
     from transformers import TrainerCallback
 
     class Driver(TrainerCallback):
-        """Tell the recorder what happens, and stop the trainer when it says so."""
+        """Report to the recorder, and stop the trainer when the recorder ends."""
 
         recorder: CaseRecorder | None = None
         expected: dict[str, np.ndarray] = {}
@@ -154,7 +154,7 @@ def install_driver(trainer: Any) -> Any:
         assert recorder is not None
         if recorder.step == 0:
             recorder.record["batch"] = check_batch(inputs, driver.expected)
-            # Only now has the trainer switched its checkpointing on or off.
+            # Here the trainer has already enabled or disabled its checkpointing.
             own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
             recorder.record["trained"] = f"{describe_model(model)}; {type(own).__module__}.{type(own).__name__}"
             print(f"{recorder.case.title}: {recorder.record['trained']}", flush=True)

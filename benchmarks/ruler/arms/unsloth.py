@@ -1,9 +1,9 @@
-"""The Unsloth arm, through its public functions only: FastLanguageModel and the SFTTrainer it prepares.
+"""The Unsloth arm, through public functions only: FastLanguageModel and the SFTTrainer that it prepares.
 
 Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its
 default, with layers skipped by its planner), each with "+paddedN" for models that it never packs: length-grouped
-batches of N documents, padded at the right (benchmarks/ruler/arms/padded.py). Full fine-tuning follows its documentation, full_finetuning=True without
-get_peft_model, and has the first two modes.
+batches of N documents, padded at the right (benchmarks/ruler/arms/padded.py). Full fine-tuning follows its
+documentation, full_finetuning=True without get_peft_model, and has the first two modes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Unsloth asks to be imported before everything it patches, and prints a warning otherwise.
+# Unsloth must be imported before the libraries that it patches, or it prints a warning.
 import unsloth  # noqa: F401
 from unsloth import FastLanguageModel
 
@@ -70,7 +70,7 @@ def run(
     arguments = {**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), "packing": not batch_size}
     if workload.is_full:
         if not mode["use_gradient_checkpointing"]:
-            # TRL's own default, which would switch it on again when training begins.
+            # TRL's own default, which would enable it again when training begins.
             arguments["gradient_checkpointing"] = False
     else:
         model = add_adapters(model, workload, target_modules=TARGET_MODULES, mode=mode)
