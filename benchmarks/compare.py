@@ -336,7 +336,9 @@ class ComparisonRun:
                 self._run(cases)
         ours = [self._case("ours", mode, self.options.optimizers[0]) for mode in self._our_modes(settings)]
         able = [case for case in ours if self._find(case) is None or self._row_of(case)]
-        # Every call runs this process, which shows whether calls may be joined.
+        # Every call repeats one case, which shows whether calls may be joined: that of earlier calls, else one with a row.
+        repeated = {(record["mode"], record["optimizer"]) for record in self.records() if record["repeat"]}
+        able.sort(key=lambda case: ((case.mode, case.optimizer) not in repeated, not self._row_of(case)))
         self._control_seconds = 0.0
         self._run([replace(case, repeat=CONTROL, half=case.call) for case in able[:1]])
 

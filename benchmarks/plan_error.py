@@ -5,8 +5,9 @@ r"""Compare the predictions of ``fastft plan`` with every measured step of one G
 No GPU. Each row is predicted from published rates and the shares of them that kernels reach
 (lightning_fastft/estimate), with the options of its run. Three constants there come from the rows marked "used": the
 host time per kernel, and the bandwidth of element-wise operators of PyTorch and of fla-core's kernels. The last column
-names options of the run that the estimate does not know. The last lines count the rows within 10 %: of all, of those without such options, of these
-without used rows, and of the newest of these for each setting and kind of GPU, because older rows measured older code.
+names options of the run that the estimate does not know. The last lines count the rows within 10 %: of all, of those
+without such options, of these without used rows, and of the newest of these for each setting and kind of GPU, because
+older rows measured older code.
 """
 
 from __future__ import annotations

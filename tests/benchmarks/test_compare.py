@@ -481,8 +481,10 @@ def processes(monkeypatch):
 def run(processes, tmp_path):
     """Return a function that measures settings, as often as it is called with the same folder of results."""
 
-    def measure(*settings, has_reference=True, budget_s="1000", device="cuda", passes="2", words=()):
-        given = ["--workload", "tiny", "--root", str(tmp_path), "--device", device, "--budget-s", budget_s]
+    def measure(
+        *settings, has_reference=True, budget_s="1000", device="cuda", passes="2", words=("--workload", "tiny")
+    ):
+        given = ["--root", str(tmp_path), "--device", device, "--budget-s", budget_s]
         options = compare.read_options([*given, "--passes", passes, "--no-chart", *words])
         files = compare.WorkloadFiles(tmp_path, WORKLOADS["tiny"])
         files.folder.mkdir(exist_ok=True)
@@ -544,6 +546,14 @@ def test_what_was_refused_is_not_run_again_and_not_the_control(run, processes):
         [("plain recompute", 2), ("plain recompute A/A", 2)],
         [("ours auto A/A", 1)],
     ]
+
+
+def test_the_control_is_a_setting_that_was_measured_and_stays_the_same(run, processes):
+    words = ["--row", "tiny"]
+    run(PLAIN, ("ours", "keep"), passes="1", words=words)
+    assert titles_of(processes[0])[-1] == [("ours keep A/A", 1)]
+    run(PLAIN, ("ours", "shipped"), ("ours", "keep"), passes="1", words=words)
+    assert titles_of(processes[0])[-1] == [("ours keep A/A", 2)]
 
 
 def test_without_plain_the_reference_is_left_first_and_tried_once(run, processes):

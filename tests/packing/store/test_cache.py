@@ -336,7 +336,9 @@ def test_first_hundred_rows_rejected_for_one_reason_stop_the_run():
         tokenize_ids(values, max_reject_share=1.0)
     values = [*({"input_ids": [1]} for _ in range(100)), *ids_rows(400)]
     # A reason without a detail.
-    with pytest.raises(DataError, match=r"all of the first 100 rows are rejected \(fewer than 2 tokens 100\); row 1\. "):
+    with pytest.raises(
+        DataError, match=r"all of the first 100 rows are rejected \(fewer than 2 tokens 100\); row 1\. "
+    ):
         tokenize_ids(values, max_reject_share=1.0)
     values[50] = {"input_ids": [1, 2]}
     assert len(tokenize_ids(values, max_reject_share=1.0)) == 401
