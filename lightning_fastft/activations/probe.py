@@ -141,7 +141,7 @@ class StepProbe(SegmentObserver):
         self._values: dict[int, dict[str, list[Any]]] = defaultdict(dict)
         self._forward_peak: dict[int, int] = {}
         self._backward_peak: dict[int, int] = {}
-        self._entry_bytes = 0
+        self._entry_bytes, self._is_first_hosted = 0, False
         self._backward_segment: int | None = None
         self.base_bytes = 0
         self._head_bytes = 0
@@ -162,6 +162,7 @@ class StepProbe(SegmentObserver):
         self._entry_bytes = self._meter.start_peak()
         if segment.index == 0:
             self.base_bytes = self._entry_bytes
+            self._is_first_hosted = segment.plan.input_place == "host"
         self._note("forward", segment)
 
     def forward_ends(self, segment: Segment) -> None:
@@ -247,7 +248,8 @@ class StepProbe(SegmentObserver):
         return StepCost(
             segments=tuple(costs),
             base_bytes=max(0, self.base_bytes - input_bytes) + extra_bytes,
-            head_peak_bytes=self.head_peak_bytes,
+            # With the last output. Until the last layer has run, the model holds the embeddings, the first input.
+            head_peak_bytes=self.head_peak_bytes + (2 if self._is_first_hosted else 1) * input_bytes,
             head_ms=times.head,
             other_ms=times.other,
         )
@@ -285,7 +287,8 @@ class StepProbe(SegmentObserver):
             recompute_ms=times.recompute[index],
             values=tuple(values),
             forward_peak_bytes=self._forward_peak.get(index, 0),
-            backward_peak_bytes=max(0, self._backward_peak.get(index, 0) - saved_bytes),
+            # Each backward begins with the gradient of the output.
+            backward_peak_bytes=max(0, self._backward_peak.get(index, 0) - saved_bytes) + input_bytes,
             weight_bytes=0,
         )
 

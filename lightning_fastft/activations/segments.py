@@ -34,7 +34,7 @@ class SegmentObserver:
         return nullcontext()
 
     def forward_begins(self, segment: Segment) -> None:
-        """Called before the forward of a segment."""
+        """Called before the forward of a segment, once its input is stored."""
 
     def forward_ends(self, segment: Segment) -> None:
         """Called after it."""
@@ -118,11 +118,11 @@ class Segment:
         if self.on_forward is not None:
             self.on_forward(_hidden_states(function, args))
         observer = self.observer
-        if observer is not None:
-            observer.forward_begins(self)
         # Also without host tensors, because its backward starts the fetch for the previous segment.
         group = None if self.engine is None else self.engine.open_group()
         if self.plan.is_kept:
+            if observer is not None:
+                observer.forward_begins(self)
             with nullcontext() if observer is None else observer.around_kept(self):
                 output = function(*args)
         else:
@@ -213,8 +213,8 @@ class Session:
         self._counts.clear()
         segment, observer = self.segment, self.segment.observer
         outer, segment.session = segment.session, self
-        if self.is_recompute and observer is not None:
-            observer.recompute_begins(segment)
+        if observer is not None:
+            (observer.recompute_begins if self.is_recompute else observer.forward_begins)(segment)
         try:
             if segment.has_router:
                 self._choice = RouterChoice(self.value)

@@ -129,12 +129,14 @@ class StepModel:
         ends = self.cost.ends if streamed else EndBytes()
         moved_bytes = sum(sizes) + ends.total
         base = self.cost.base_bytes - moved_bytes + _slot_bytes(sizes)
+        # The model holds the embeddings, the first input, until its last layer has run.
+        embedded = costs[0].input_bytes if segments[0].input_place == "host" else 0
         return Footprint(
             works=works,
             streamed=streamed,
             host_bytes=sum(work.host_bytes for work in works) + moved_bytes,
             staging_bytes=staging,
-            memory=self._memory(works, base=base, staging=staging, head=ends.head),
+            memory=self._memory(works, base=base, staging=staging, head=ends.head, embedded=embedded),
             compute_ms=self._own_ms + sum(work.rebuilt_ms for work in works),
         )
 
@@ -206,18 +208,20 @@ class StepModel:
     def _fetch(clock: _Clock, work: _Work) -> list[float]:
         return [clock.copy_in(tensor.label, tensor.num_bytes) for tensor in work.host]
 
-    def _memory(self, works: list[_Work], *, base: int, staging: int, head: int) -> list[int]:
+    def _memory(self, works: list[_Work], *, base: int, staging: int, head: int, embedded: int) -> list[int]:
         """Return device memory over time; memory of earlier segments grows in the forward, shrinks in the backward.
 
-        head is the size of an output layer that comes to the device when the last forward begins.
+        head is the size of an output layer that comes to the device when the last forward begins, embedded that of a
+        first input that a forward holds beside its copy on the host.
         """
-        forward, backward = [], []
+        forward: list[int] = []
+        backward: list[int] = []
         base += self.buffers * staging
         sent_bytes = 0
         for work, cost in zip(works, self.cost.segments):
             # A source is freed when a newer one replaces it, so sources of up to one segment stay until the backward.
             sent_bytes = min(staging, sent_bytes + work.host_bytes)
-            forward.append(base + work.forward_bytes + sent_bytes)
+            forward.append(base + work.forward_bytes + sent_bytes + (embedded if forward else 0))
             backward.append(base + work.live_bytes + cost.backward_peak_bytes)
             base += work.held_bytes
         forward[-1] += head
@@ -270,7 +274,8 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan, number: int) -> _Work:
         host=tuple(host),
         host_bytes=host_bytes,
         held_bytes=device_bytes + cost.input_bytes - host_input_bytes,
-        # Tensors from the host are read in the staging slot, which is counted separately.
+        # Tensors from the host are read in the staging slot, which is counted separately. A value that the backward
+        # frees before its peak is not part of it, and is subtracted all the same: up to 1.5 times the hidden states.
         live_bytes=cost.input_bytes + cost.saved_bytes - host_bytes,
         forward_bytes=device_bytes + cost.input_bytes - host_input_bytes + cost.forward_peak_bytes,
         rebuilt_ms=rest_ms + rebuilt_ms,

@@ -36,7 +36,8 @@ class SegmentCost(NamedTuple):
         recompute_ms: Time of the recompute in the backward if no value is held; includes every rebuild_ms.
         values: Intermediates that can be held instead of recomputed.
         forward_peak_bytes: Transient memory of the forward, without saved bytes.
-        backward_peak_bytes: Transient memory of the backward, without input, saved bytes and earlier segments.
+        backward_peak_bytes: Transient memory of the backward, with the gradient of the output, without input, saved
+            bytes and earlier segments.
         weight_bytes: Size of the frozen weights that can be streamed.
     """
 
@@ -75,7 +76,7 @@ class StepCost(NamedTuple):
         segments: Decoder layers.
         base_bytes: Memory in use all the time: weights (with those that can be streamed), optimizer state, gradients,
             embedding.
-        head_peak_bytes: Transient memory of the final norm, the head and the loss.
+        head_peak_bytes: Transient memory of the final norm, the head and the loss, with the output of the last segment.
         head_ms: Time of norm, head and loss, forward and backward.
         other_ms: Time of embedding, optimizer and clipping.
         ends: Parts of base_bytes that move to the host if weights are streamed.

@@ -292,7 +292,7 @@ def test_an_ample_budget_recomputes_from_inputs_on_the_device():
 
 
 def test_weights_that_cannot_be_streamed_leave_the_rest_of_the_plan(monkeypatch):
-    attached = Attached(adapted(), vram_budget=1e-4, host_budget=1)
+    attached = Attached(adapted(), vram_budget=1.2e-4, host_budget=1)
 
     def refuse(streams):
         raise HostMemoryError("planted")

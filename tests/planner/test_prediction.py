@@ -105,6 +105,14 @@ def test_tensors_from_the_host_lie_in_their_slot_and_nowhere_else():
     assert memory["backward 1"] == 2 * 160 + 1000 + 100
 
 
+def test_the_model_holds_the_embeddings_until_its_last_layer_has_run():
+    cost = plain_step(3)
+    memory = dict(predict(cost, uniform_plan(3, "offload"), machine=H200).memory)
+    # Two slots and the source of a copy; the embeddings; the input of the last segment.
+    assert [memory[f"forward {number}"] for number in range(3)] == [300, 400, 500]
+    assert memory["head"] == 2 * 100 + 100 + 100
+
+
 def test_a_value_may_arrive_as_late_as_its_place_in_the_recompute():
     """The copy takes 6 ms and starts with the backward of its segment; b is needed from the third millisecond on."""
     cost = plain_step(2, input_bytes=0, forward_ms=5.0, values=VALUES, head_ms=10.0)
