@@ -152,6 +152,7 @@ class PackedDataModule(SplitDataModule):
             num_workers=num_workers, pin_memory=pin_memory, cache_dir=cache_dir, num_proc=num_proc,
             max_reject_share=max_reject_share, rejected_path=rejected_path, show_progress=show_progress,
         )  # fmt: skip
+        self.record_options(locals())
         self._training: TrainingPlan | TrainingStream | None = None
         # The position at which the rest of the run, or its next epoch, begins; and Lightning's own count there.
         self._position = 0

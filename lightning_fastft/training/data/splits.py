@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.core.checks import (
@@ -40,6 +40,7 @@ from lightning_fastft.training.data.options import (
     count_processes,
     find_cache_dir,
 )
+from lightning_fastft.training.data.recorded import RecordedDataModule
 from lightning_fastft.training.data.subsets import (
     can_share_prompts,
     check_formats,
@@ -62,7 +63,7 @@ from lightning_fastft.training.data.trainer_facts import (
 SPLITS = ("train", "val", "test", "predict")
 
 
-class SplitDataModule(LightningDataModule):
+class SplitDataModule(RecordedDataModule):
     """A DataModule that reads, tokenises and packs the rows of each split, and yields those that are not trained.
 
     Args:
