@@ -277,7 +277,7 @@ def export_merged(
         _compare_tensors(merged.state_dict(), again.state_dict(), out=out)
         difference = _compare_logits(before, logits_of(again.to(ids.device), ids), out=out)
         is_untied = was_tied and not is_tied(merged)
-        return Exported(len(again.state_dict()), _num_bytes(part), difference, moved, is_untied)
+        return Exported(_num_tensors(again), _num_bytes(part), difference, moved, is_untied)
 
 
 def check_free(out: Path) -> None:
@@ -321,6 +321,11 @@ def _write_companions(part: Path, tokenizer: PreTrainedTokenizerBase | None, *, 
         tokenizer.save_pretrained(str(part))
     if card:
         (part / "README.md").write_text(card, encoding="utf-8")
+
+
+def _num_tensors(model: nn.Module) -> int:
+    """Return the number of tensors of a model; a head that is the embedding is one with it."""
+    return len({id(tensor) for tensor in model.state_dict(keep_vars=True).values()})
 
 
 def _probe(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

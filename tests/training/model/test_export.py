@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from safetensors.torch import load_file
 
 from lightning_fastft.hf.export import export_adapters, export_merged
 from lightning_fastft.training.reward import RewardTuner
@@ -44,3 +45,10 @@ def test_weights_have_the_permissions_of_other_new_files(tmp_path, write):
     found = permissions(tmp_path / "out")
     assert any(name.endswith(".safetensors") for name in found)
     assert {*found.values()} == {permissions(tmp_path)["other"]}
+
+
+def test_a_tied_head_is_one_tensor_with_the_embedding(tmp_path):
+    model = built(tuner("lora")).model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    exported = export_merged(model, tmp_path / "out", tokenizer=None)
+    assert exported.num_tensors == len(load_file(tmp_path / "out/model.safetensors"))
