@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jsonargparse import Namespace
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_fastft.cli.imports import is_within
@@ -134,8 +135,15 @@ class SaveConfig(SaveConfigCallback):
         if self.save_to_log_dir and not self.already_saved:
             # trainer.log_dir broadcasts, so all ranks must read it.
             folder = trainer.log_dir
-            if folder is not None and trainer.is_global_zero and not _REMOTE.match(str(folder)):
+            # The logger of a tracking server has no folder, and Lightning saves only into one.
+            self.save_to_log_dir = folder is not None
+            folder = trainer.default_root_dir if folder is None else folder
+            if trainer.is_global_zero and not _REMOTE.match(str(folder)):
                 self._find_place(Path(folder))
+            if trainer.is_global_zero and not self.save_to_log_dir:
+                get_filesystem(folder).makedirs(folder, exist_ok=True)
+                place = os.path.join(folder, self.config_filename)
+                self.parser.save(self.config, place, skip_none=False, overwrite=True, multifile=self.multifile)
         super().setup(trainer, pl_module, stage)
 
     def _find_place(self, folder: Path) -> None:

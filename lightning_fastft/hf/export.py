@@ -161,12 +161,24 @@ def save_adapters(
                 for name in names:
                     place = part if name == ADAPTER else part / name
                     save_resized(model, place / ADAPTER_WEIGHTS, state_dict=state_dict, initial=initial)
+                    share_weights(place)
                     check_read_back(model, place, adapter=name, state_dict=state_dict)
             for file in sorted(path for path in part.rglob("*") if path.is_file()):
                 target = folder / file.relative_to(part)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, target)
         sync_folder(folder)
+
+
+def share_weights(folder: Path) -> None:
+    """Give the weight files of a new folder the permissions of its configuration.
+
+    safetensors 0.8 lets only their owner read them, whatever the umask: a server of another user does not find them.
+    """
+    mode = next(folder.glob("*config.json")).stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        if file.stat().st_mode != mode:
+            file.chmod(mode)
 
 
 @contextmanager
@@ -210,6 +222,7 @@ def export_adapters(
         with _disk_errors():
             model.save_pretrained(str(part), save_embedding_layers=False)
             resized = save_resized(model, part / ADAPTER_WEIGHTS)
+        share_weights(part)
         _write_companions(part, tokenizer, card=card)
         expected = {**get_peft_model_state_dict(model, save_embedding_layers=False), **resized}
         found = load_file(part / ADAPTER_WEIGHTS)
@@ -250,6 +263,7 @@ def export_merged(
     with writing(out) as part:
         with _disk_errors():
             merged.save_pretrained(str(part))
+        share_weights(part)
         _write_companions(part, tokenizer, card=card)
         again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -263,7 +277,7 @@ def export_merged(
         _compare_tensors(merged.state_dict(), again.state_dict(), out=out)
         difference = _compare_logits(before, logits_of(again.to(ids.device), ids), out=out)
         is_untied = was_tied and not is_tied(merged)
-        return Exported(len(again.state_dict()), _num_bytes(part), difference, moved, is_untied)
+        return Exported(_num_tensors(again), _num_bytes(part), difference, moved, is_untied)
 
 
 def check_free(out: Path) -> None:
@@ -307,6 +321,11 @@ def _write_companions(part: Path, tokenizer: PreTrainedTokenizerBase | None, *, 
         tokenizer.save_pretrained(str(part))
     if card:
         (part / "README.md").write_text(card, encoding="utf-8")
+
+
+def _num_tensors(model: nn.Module) -> int:
+    """Return the number of tensors of a model; a head that is the embedding is one with it."""
+    return len({id(tensor) for tensor in model.state_dict(keep_vars=True).values()})
 
 
 def _probe(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

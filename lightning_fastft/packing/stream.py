@@ -123,6 +123,7 @@ class PlannedStream:
             divides by those of the pack.
         repeat_first_epoch: True repeats the order of epoch 0 in every epoch (``overfit_batches``).
         encode_images: Returns what the images of a document become for the model; called by the thread that reads.
+        first_number: Number in the data set from which ``batch.numbers`` count.
         padding: The padding of packs, as ``collate`` takes it.
     """
 
@@ -136,6 +137,7 @@ class PlannedStream:
         weigh_by_window: bool = True,
         repeat_first_epoch: bool = False,
         encode_images: Callable[[Document], ImageInputs] | None = None,
+        first_number: int = 0,
         **padding: Any,
     ) -> None:
         self.subset = subset
@@ -146,6 +148,7 @@ class PlannedStream:
         self.weigh_by_window = weigh_by_window
         self.repeat_first_epoch = repeat_first_epoch
         self.encode_images = encode_images
+        self.first_number = first_number
 
     def __len__(self) -> int:
         return self.plan.num_micro_batches - self.start % self.plan.num_micro_batches
@@ -165,7 +168,7 @@ class PlannedStream:
             num_items=float(epoch_plan.num_items_M[micro_batch]) if self.weigh_by_window else None,
             index=index,
             shares_prompts=self.subset.shares_prompts,
-            numbers=[self.subset.number_of(number) for number in numbers],
+            numbers=[self.subset.number_of(number) - self.first_number for number in numbers],
         )
         if not documents and self.subset.documents.completions is not None:
             batch.context.completions = Completions.none()

@@ -49,11 +49,13 @@ class PackedDataModule(SplitDataModule):
             the disk or the memory. Packs are formed within look-ahead windows of 64 packs on each rank, passes repeat,
             and ``Trainer(max_steps=)`` ends the run. Weights of a mixture are then shares of the rows.
         val_paths: Validation data, in the same forms, read whole; or a mapping from names to such data, for example
-            ``{math: a.jsonl, chat: [b.jsonl, c.jsonl]}``: one loader for each name. Tuners log ``val_loss/math`` and
-            ``val_loss/chat`` (every metric so), and ``val_loss`` over all sets, weighted by their labelled tokens.
+            ``{math: a.jsonl, chat: [b.jsonl, c.jsonl]}`` or a ``datasets.DatasetDict``: one loader for each name.
+            Tuners log ``val_loss/math`` and ``val_loss/chat`` (every metric so), and ``val_loss`` over all sets,
+            weighted by their labelled tokens.
         test_paths: Test data, in the same forms, names included.
-        predict_paths: Data for ``trainer.predict``, in the same forms. Packs come in the same order every time, each
-            rank has its share of them, and ``batch.numbers`` are the numbers of a pack's examples, from 0, among those
+        predict_paths: Data for ``trainer.predict``, in the same forms, names included: the predictions of several
+            named sets are a list for each, in their order. Packs come in the same order every time, each rank has its
+            share of them, and ``batch.numbers`` are the numbers of a pack's examples, from 0, among those of the set
             that were accepted.
         val_share: Share of the training examples held out for validation; chosen by position and seed. Unused where
             val_paths is given.
@@ -110,7 +112,7 @@ class PackedDataModule(SplitDataModule):
         *,
         val_paths: str | list[str] | dict[str, Any] | list[dict[str, Any]] | Any = None,
         test_paths: str | list[str] | dict[str, Any] | list[dict[str, Any]] | Any = None,
-        predict_paths: str | list[str] | list[dict[str, Any]] | Any = None,
+        predict_paths: str | list[str] | dict[str, Any] | list[dict[str, Any]] | Any = None,
         streaming: bool = False,
         val_share: float = 0.0,
         tokenizer: str | Any = None,
@@ -150,6 +152,7 @@ class PackedDataModule(SplitDataModule):
             num_workers=num_workers, pin_memory=pin_memory, cache_dir=cache_dir, num_proc=num_proc,
             max_reject_share=max_reject_share, rejected_path=rejected_path, show_progress=show_progress,
         )  # fmt: skip
+        self.record_options(locals())
         self._training: TrainingPlan | TrainingStream | None = None
         # The position at which the rest of the run, or its next epoch, begins; and Lightning's own count there.
         self._position = 0

@@ -235,9 +235,12 @@ def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> N
     """Write the head into a folder of adapters, as PEFT writes a module that it saves whole."""
     from safetensors.torch import load_file, save_file
 
+    from lightning_fastft.hf.export import share_weights
+
     file = folder / "adapter_model.safetensors"
     held = {f"base_model.model.{HEAD}.{name}": value.cpu().contiguous() for name, value in head.state_dict().items()}
     save_file({**load_file(file), **held}, file, metadata={"format": "pt"})
+    share_weights(folder)
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["task_type"] = task_type

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
 from lightning_fastft.checkpoint.ranks import on_all_ranks
@@ -26,6 +25,7 @@ from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.training.data.describe import show_loaders
 from lightning_fastft.training.data.options import check_source
+from lightning_fastft.training.data.recorded import RecordedDataModule
 from lightning_fastft.training.data.rollouts import (
     PROMPT,
     encode_given,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["FunctionSampler", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
 
 
-class RolloutDataModule(LightningDataModule):
+class RolloutDataModule(RecordedDataModule):
     """Sample completions of prompts with the policy or the student that trains, and yield them as packed batches.
 
     A round samples a group of completions for each of ``prompts_per_round`` prompts, and becomes as many optimizer
@@ -103,6 +103,7 @@ class RolloutDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.record_options(locals())
         if prompts is None:
             raise OptionError("prompts is None: give a file, a folder, a data set or rows.")
         check_source("prompts", prompts)

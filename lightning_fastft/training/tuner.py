@@ -15,6 +15,7 @@ from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.training.hyperparameters import to_logged
 from lightning_fastft.training.model.construction import check_early_callbacks
 from lightning_fastft.training.model.evaluation import EvaluatedCausalLM
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
@@ -34,6 +35,7 @@ from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+    from lightning.pytorch.utilities.parsing import AttributeDict
     from peft import LoraConfig
     from torch.optim import Optimizer
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -148,6 +150,11 @@ class Tuner(EvaluatedCausalLM):
         """Start at the beginning of the schedule; a checkpoint is restored later."""
         super().setup(stage)
         self._steps_ahead = 0.0
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """The hyperparameters as they were saved, in the form that loggers take."""
+        return to_logged(super().hparams_initial)
 
     def configure_model(self) -> None:
         """Build the model once; the end of the run releases what its optimizers hold beside their state."""

@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from lightning.pytorch import Trainer
 
 from lightning_fastft.cli.outputs import check_outputs, given_on_command_line
 from lightning_fastft.cli.words import CONFIG_FOLDER
@@ -173,6 +174,15 @@ def test_a_config_of_the_users_own_is_not_replaced_by_the_saved_one(folder, answ
         assert answer(["fit", "--config", "config.yaml"])[0] == 0
     assert (folder / "config.yaml").read_text() == BORING
     assert (folder / "saved_config.yaml").read_text().startswith("# lightning")
+
+
+def test_a_run_whose_logger_has_no_folder_saves_its_config_with_the_trainer(folder, answer, monkeypatch):
+    # As with MLFlowLogger(tracking_uri="https://...").
+    monkeypatch.setattr(Trainer, "log_dir", property(lambda trainer: None))
+    (folder / "given.yaml").write_text(BORING)
+    for _ in range(2):
+        assert answer(["fit", "--config", "given.yaml", "--trainer.default_root_dir", "out"])[0] == 0
+    assert (folder / "out/config.yaml").read_text().startswith("# lightning")
 
 
 def test_control_characters_of_a_config_do_not_reach_the_terminal(folder, answer):

@@ -20,7 +20,10 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok":
 NUM_ROWS = 40
 # By the file that a block reads.
 ROWS = {
-    "train.jsonl": lambda n: {"prompt": f"How many are {n} and {n}?", "completion": f"{2 * n}"},
+    **dict.fromkeys(
+        ("train.jsonl", "math.jsonl", "chat.jsonl"),
+        lambda n: {"prompt": f"How many are {n} and {n}?", "completion": f"{2 * n}"},
+    ),
     "pairs.jsonl": lambda n: {"prompt": f"How many are {n} and {n}?", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"},
     "steps.jsonl": lambda n: {
         "prompt": f"What is {n} + 2 + 2?",

@@ -221,8 +221,8 @@ OPTIONS = {
         "seed": whole(0, 2**64 - 1),
     },
     "PackedDataModule": {
-        **dict.fromkeys(("paths", "predict_paths"), rows),
-        **dict.fromkeys(("val_paths", "test_paths"), either(rows, named)),
+        "paths": rows,
+        **dict.fromkeys(("val_paths", "test_paths", "predict_paths"), either(rows, named)),
         "val_share": share,
         "tokenizer": tokenizer,
         "max_tokens": whole(2, 2**31 - 1),

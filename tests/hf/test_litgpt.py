@@ -51,6 +51,7 @@ def test_a_converted_folder_holds_the_same_weights_in_the_same_dtype(folder, tmp
     assert main(["convert", str(folder), str(out)]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "notes.txt"}
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1
     found = AutoModelForCausalLM.from_pretrained(out)
     expected = build_tiny("llama").bfloat16()
     assert found.dtype is torch.bfloat16

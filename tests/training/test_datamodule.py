@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import datasets
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -659,7 +660,7 @@ class TestOptions:
             ({"rows": {"a.jsonl": "much"}}, "weight of a.jsonl"),
             ({"rows": {}}, "empty mapping"),
             ({"val_paths": {"a.jsonl": 0.5}}, "val_paths"),
-            ({"predict_paths": {"a": "a.jsonl"}}, "predict_paths"),
+            ({"predict_paths": {"a.jsonl": 0.5}}, "predict_paths"),
         ],
     )
     def test_weights_of_paths_that_cannot_be_are_refused(self, options, word):
@@ -701,6 +702,15 @@ def test_tables_and_iterables_are_refused_with_what_to_give(source, advice):
     for options in ({"rows": source}, {"val_paths": source}, {"val_paths": {"a": source}}):
         with pytest.raises(OptionError, match=advice):
             make_data(**options)
+
+
+def test_splits_are_refused_where_one_data_set_is_wanted():
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "a"}])})
+    for options in ({"rows": splits}, {"val_paths": {"a": splits}}, {"streaming": True, "rows": splits}):
+        with pytest.raises(OptionError, match=r"DatasetDict with the splits 'train'.*data\['train'\]"):
+            make_data(**options)
+    with pytest.raises(OptionError, match="prompts is a DatasetDict"):
+        RolloutDataModule(splits, rewards=len)
 
 
 @pytest.mark.parametrize("name", ["rows", "rows.jsonl", "rows.csv", "rows.parquet"])

@@ -54,8 +54,13 @@ def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str)
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
     if done.returncode != 0 or not file.is_file():
         end = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-        lacks = "No module named" in end
-        advice = f" Install what its script imports: {pip_line('gguf')}." if lacks else ""
+        advice = ""
+        if "No module named" in end:
+            advice = f" Install what its script imports: {pip_line('gguf')}."
+        elif "pre-tokenizer was not recognized" in end:
+            advice = (
+                " llama.cpp converts the tokenizers of published models only, and that of this model is none of them."
+            )
         raise FastFTError(
             f"llama.cpp did not write {file} (exit status {done.returncode}): {end}.{advice} The folder itself is "
             "complete."

@@ -20,7 +20,7 @@ from lightning_fastft.core.errors import (
     UnsafeCheckpointError,
     list_names,
 )
-from lightning_fastft.hf.export import check_free, writing
+from lightning_fastft.hf.export import check_free, share_weights, writing
 from lightning_fastft.hf.loading.source import ModelSource, auto_class, find_litgpt
 
 WEIGHTS, LORA_WEIGHTS = "lit_model.pth", "lit_model.pth.lora"
@@ -119,6 +119,7 @@ def _write_config(folder: Path, part: Path, state: dict[str, torch.Tensor]) -> N
     content.pop("torch_dtype", None)
     content["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
     (part / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    share_weights(part)
 
 
 def _read_back(part: Path, folder: Path) -> Any:

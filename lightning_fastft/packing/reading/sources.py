@@ -124,8 +124,8 @@ def is_dataset(value: object) -> bool:
 
 
 def is_mapping(sources: object) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether data is a mixture or named sets; a DatasetDict is neither."""
-    return isinstance(sources, Mapping) and not hasattr(sources, "column_names")
+    """Return whether data is a mixture or named sets, which a DatasetDict is too."""
+    return isinstance(sources, Mapping)
 
 
 def sources_of_mapping(sources: Mapping[str, Any]) -> list[Any]:

@@ -25,7 +25,7 @@ def check_paths(paths: object) -> None:
     """Check the training data, which may be a stream, or a mixture: a mapping from sources to weights."""
     if is_stream(paths):
         return
-    if not is_mapping(paths):
+    if not is_mapping(paths) or is_dataset(paths):
         check_source("paths", paths)
         return
     if not paths:
@@ -39,6 +39,11 @@ def check_source(name: str, source: object) -> None:
     """Refuse values that cannot be data; the content of lists and files is checked when it is read."""
     if isinstance(source, (str, os.PathLike)):
         check_path(name, source)
+    elif is_mapping(source) and is_dataset(source):
+        raise OptionError(
+            f"{name} is a {type(source).__name__} with the splits {', '.join(map(repr, source))}. Give one of them, "
+            f"such as data[{next(iter(source), 'train')!r}]; val_paths, test_paths and predict_paths take all of them."
+        )
     elif source is not None and not isinstance(source, (list, tuple)) and not is_dataset(source):
         kind, advice = type(source).__name__, ""
         if hasattr(source, "columns"):
@@ -53,7 +58,7 @@ def check_source(name: str, source: object) -> None:
 
 
 def check_evaluated(name: str, sources: object) -> None:
-    """Check validation or test data: one data set, or a mapping from names to data sets."""
+    """Check data that is not trained: one data set, or a mapping from names to data sets, such as a DatasetDict."""
     if not is_mapping(sources):
         check_source(name, sources)
         return

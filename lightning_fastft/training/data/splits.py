@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.core.checks import (
@@ -36,10 +37,10 @@ from lightning_fastft.training.data.options import (
     MOST_WORKERS,
     check_evaluated,
     check_optional_path,
-    check_source,
     count_processes,
     find_cache_dir,
 )
+from lightning_fastft.training.data.recorded import RecordedDataModule
 from lightning_fastft.training.data.subsets import (
     can_share_prompts,
     check_formats,
@@ -62,7 +63,7 @@ from lightning_fastft.training.data.trainer_facts import (
 SPLITS = ("train", "val", "test", "predict")
 
 
-class SplitDataModule(LightningDataModule):
+class SplitDataModule(RecordedDataModule):
     """A DataModule that reads, tokenises and packs the rows of each split, and yields those that are not trained.
 
     Args:
@@ -105,8 +106,8 @@ class SplitDataModule(LightningDataModule):
         self.max_reject_share = check_share("max_reject_share", max_reject_share)
         self.rejected_path = check_optional_path("rejected_path", rejected_path)
         self.show_progress = check_bool("show_progress", show_progress)
-        for split, check in (("val", check_evaluated), ("test", check_evaluated), ("predict", check_source)):
-            check(f"{split}_paths", sources[split])
+        for split in SPLITS[1:]:
+            check_evaluated(f"{split}_paths", sources[split])
         check_tokenizer(tokenizer)
         if val_share and sources["val"] is not None:
             rank_zero_info(f"val_paths replaces val_share={val_share}: no training example is held out.")
@@ -161,7 +162,7 @@ class SplitDataModule(LightningDataModule):
         return self._packs.get(check_choice("split", split, SPLITS))
 
     def named_sets(self, split: str) -> dict[str, tuple[DocumentSubset, Packs]]:
-        """Return documents and packs of each named set of "val" or "test"; empty for data without names."""
+        """Return documents and packs of each named set of a split; empty for data without names."""
         return self._named.get(check_choice("split", split, SPLITS), {})
 
     @property
@@ -268,8 +269,9 @@ class SplitDataModule(LightningDataModule):
             if split == "train" or not is_mapping(sources):
                 self._packs[split] = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
                 continue
+            make_subset = functools.partial(self._make_subset, may_add=split != "predict")
             self._named[split], self._packs[split] = pack_named(
-                split, [*sources], datasets[split], make_subset=self._make_subset, max_tokens=self.max_tokens
+                split, [*sources], datasets[split], make_subset=make_subset, max_tokens=self.max_tokens
             )
 
     def _mix(self, subset: DocumentSubset, *, weights: Mapping[str, float]) -> DocumentSubset:
@@ -350,12 +352,10 @@ class SplitDataModule(LightningDataModule):
             accumulate=1,
             shuffle=False,
         )
+        # Predictions are found by their number in the set that the user has named.
+        first_number = subset.number_of(0) if split == "predict" else 0
         return PlannedStream(
-            subset,
-            plan,
-            rank=rank,
-            weigh_by_window=False,
-            **self._batch_options(split),
+            subset, plan, rank=rank, weigh_by_window=False, first_number=first_number, **self._batch_options(split)
         )
 
     def whole_stream(self, split: str, *, is_shared: bool = True) -> PlannedStream:

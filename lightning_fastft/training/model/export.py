@@ -30,10 +30,10 @@ def save_model(
         UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
         CheckpointNotSavedError: Stock PEFT reads other adapters than were saved; the folder is as before.
     """
+    from lightning_fastft.hf.export import check_readable, save_adapters, share_weights
+
     has_peft = hasattr(model, "peft_config")
     if has_peft:
-        from lightning_fastft.hf.export import check_readable, save_adapters
-
         check_readable(model)
     state = None
     if is_sharded:
@@ -50,5 +50,6 @@ def save_model(
         save_adapters(model, Path(folder), state_dict=state, initial=initial)
     else:
         model.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
+        share_weights(Path(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

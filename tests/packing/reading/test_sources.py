@@ -231,7 +231,7 @@ def test_splits_and_streams_are_refused_with_the_reason():
 
     dataset = datasets.Dataset.from_list(VALUES)
     with pytest.raises(DataError, match="splits train, test"):
-        open_sources(datasets.DatasetDict({"train": dataset, "test": dataset}))
+        open_sources([datasets.DatasetDict({"train": dataset, "test": dataset})])
     with pytest.raises(DataError, match="streaming"):
         open_sources(dataset.to_iterable_dataset())
     with pytest.raises(DataError, match="empty"):

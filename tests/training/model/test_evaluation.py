@@ -1,10 +1,12 @@
 """Metrics of named validation and test sets: each under its name, and all of them together."""
 
 import re
+from itertools import chain
 
+import datasets
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_fastft.core.errors import DataError, OptionError
@@ -93,6 +95,53 @@ def test_report_draws_the_loss_of_each_name_with_that_of_training(tmp_path):
     text = page.read_text()
     assert set(re.findall("lowest ([^<]*) <", text)) == {"validation", "validation math", "validation chat.de"}
     assert not re.search("<h2>val_loss", text)
+
+
+def test_splits_of_a_dataset_dict_are_named_sets():
+    splits = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in SETS.items()})
+    module = tuner("lora")
+
+    def run(val_paths):
+        data = make_data(rows=None, val_paths=val_paths)
+        return quiet_trainer(strategy="fastft").validate(module, data, verbose=False)
+
+    found = run(splits)
+    assert found == run(SETS)
+    assert [f"val_loss/{name}" in part for name, part in zip(SETS, found, strict=True)] == [True, True]
+
+
+class Numbers(Callback):
+    """Keep the numbers of the examples of each pack of each loader."""
+
+    def __init__(self):
+        self.found = [[], []]
+
+    def on_predict_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.found[dataloader_idx].append(list(batch.numbers))
+
+
+def predict(module, rows):
+    """Predictions, and the numbers of the examples of each loader."""
+    seen = Numbers()
+    trainer = quiet_trainer(strategy="fastft", callbacks=[seen])
+    return trainer.predict(module, make_tuner_data(None, predict_paths=rows, max_tokens=64)), seen.found
+
+
+# KTO adds a completion of another example in training and validation.
+@pytest.mark.parametrize("loss", [None, "kto"])
+def test_predictions_of_named_sets_are_those_of_each_alone(loss):
+    if loss is None:
+        module, sets = tuner("lora"), SETS
+    else:
+        module = make(PreferenceTuner, loss=loss, reference="adapters_off", lora={"r": 2})
+        sets = {"many": digit_rows(17, seed=1, kind="label"), "few": digit_rows(3, seed=2, kind="label")}
+    found, numbers = predict(module, sets)
+    assert len(found) == 2
+    for index, rows in enumerate(sets.values()):
+        alone, (numbers_alone, _) = predict(module, rows)
+        assert numbers[index] == numbers_alone
+        assert sorted(chain.from_iterable(numbers_alone)) == list(range(len(rows)))
+        assert all(torch.equal(one, two) for one, two in zip(found[index], alone, strict=True))
 
 
 def test_an_interrupted_validation_leaves_no_sums():
