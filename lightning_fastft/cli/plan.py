@@ -237,9 +237,7 @@ def _cost_options(model: Tuner, trainer: Trainer, *, document_tokens: int) -> di
         "has_masters": model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
         "lora": model.lora,
         "swaps": swaps_of(trainer),
-        "has_reference_pass": isinstance(model, ReferenceTuner)
-        and model.needs_reference
-        and model.reference == ADAPTERS_OFF,
+        "has_reference_pass": _reads_reference(model) and model.reference == ADAPTERS_OFF,
         # The score of a reward model reads one row of each document.
         "label_share": 1 / document_tokens if isinstance(model, RewardTuner) else 1.0,
     }
