@@ -20,7 +20,6 @@ from lightning_fastft.kernels.attention.cudnn_backend import backward_bytes
 from lightning_fastft.kernels.attention.op import CUDNN_HEAD_WIDTH, CUDNN_MIN_DOCUMENT_LENGTH
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
-from lightning_fastft.mixers.fla_functions import SHAPE_FUNCTIONS
 
 # Shares are relative to what one H200 reaches, where most were measured: 4.3 TB/s, and 690 TFLOP/s in dense bf16
 # products. Causal attention in TFLOP/s, forward and backward, by document length: flash attention, and cuDNN
@@ -331,7 +330,7 @@ _KERNEL_COSTS: dict[str, Callable[..., tuple[float, float]]] = {
     "multiply": _fp8_cost,
     "row_losses": _loss_cost,
     "rms_norm_backward": _norm_cost,
-    **dict.fromkeys(SHAPE_FUNCTIONS, _fla_cost),
+    "fla_kernel": _fla_cost,
 }
 
 

@@ -1,8 +1,8 @@
 """The functions of fla-core that mixers call; on the meta device, functions that return tensors of the same shapes.
 
-With these a step of a hybrid model is metered without a GPU and without fla-core.
+So a step of a hybrid model is metered without a GPU and without fla-core. Parameters have fla-core's names.
 
-Axes: B = 1, T tokens, G heads of queries and keys, H heads of values, K and V their widths, N chunks, C channels.
+Axes: T tokens, H heads of values, K and V widths of keys and values, N chunks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import one_kernel
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 def fla_functions(device: torch.device) -> SimpleNamespace:
@@ -53,121 +55,84 @@ def _load_fla() -> SimpleNamespace:
 
 
 @one_kernel
-def _sum_decays(g_1TH: torch.Tensor, **options: Any) -> torch.Tensor:
-    return torch.empty_like(g_1TH, dtype=torch.float32)
+def fla_kernel(read: Any, outs: Tensors) -> Tensors:
+    """Return the results of a kernel of fla-core that reads these tensors; the meter knows it by this name."""
+    return outs
 
 
-@one_kernel
-def _solve_chunks(
-    *, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return k.new_empty(*v.shape[:3], k.shape[3]), torch.empty_like(v), k.new_empty(*v.shape[:3], CHUNK)
+def _sum_decays(g: torch.Tensor, **others: Any) -> torch.Tensor:
+    return fla_kernel(g, (torch.empty_like(g, dtype=torch.float32),))[0]
 
 
-@one_kernel
-def _rebuild_rows(
-    *, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, A: torch.Tensor, g: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return k.new_empty(*v.shape[:3], k.shape[3]), torch.empty_like(v)
+def _rebuild_rows(*, k: torch.Tensor, v: torch.Tensor, **others: Any) -> Tensors:
+    return fla_kernel((k, v, others), (k.new_empty(*v.shape[:3], k.shape[3]), torch.empty_like(v)))
 
 
-@one_kernel
+def _solve_chunks(*, k: torch.Tensor, v: torch.Tensor, **others: Any) -> Tensors:
+    rows = v.shape[:3]
+    outs = k.new_empty(*rows, k.shape[3]), torch.empty_like(v), k.new_empty(*rows, CHUNK)
+    return fla_kernel((k, v, others), outs)
+
+
 def _run_states(
-    *,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    u: torch.Tensor,
-    g: torch.Tensor,
-    chunk_indices: torch.Tensor,
-    **options: Any,
+    *, k: torch.Tensor, u: torch.Tensor, chunk_indices: torch.Tensor, **others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    num_heads, width = u.shape[2:]
-    return k.new_empty(1, len(chunk_indices), num_heads, k.shape[3], width), torch.empty_like(u), None
+    state, value = fla_kernel((k, u, others), (_states(k, u, chunk_indices), torch.empty_like(u)))
+    return state, value, None
 
 
-@one_kernel
-def _read_states(
-    *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h: torch.Tensor, g: torch.Tensor, **options: Any
-) -> torch.Tensor:
-    return torch.empty_like(v)
+def _read_states(*, v: torch.Tensor, **others: Any) -> torch.Tensor:
+    return fla_kernel((v, others), (torch.empty_like(v),))[0]
 
 
-@one_kernel
-def _value_gradients(
-    *, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, do: torch.Tensor, **options: Any
-) -> torch.Tensor:
-    return torch.empty_like(do)
+def _value_gradients(*, do: torch.Tensor, **others: Any) -> torch.Tensor:
+    return fla_kernel((do, others), (torch.empty_like(do),))[0]
 
 
-@one_kernel
 def _state_gradients(
-    *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    w: torch.Tensor,
-    g: torch.Tensor,
-    do: torch.Tensor,
-    dv: torch.Tensor,
-    chunk_indices: torch.Tensor,
-    **options: Any,
+    *, k: torch.Tensor, dv: torch.Tensor, chunk_indices: torch.Tensor, **others: Any
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    num_heads, width = do.shape[2:]
-    return q.new_empty(1, len(chunk_indices), num_heads, k.shape[3], width), None, torch.empty_like(dv)
+    d_state, d_value = fla_kernel((k, dv, others), (_states(k, dv, chunk_indices), torch.empty_like(dv)))
+    return d_state, None, d_value
 
 
-@one_kernel
-def _row_gradients(
-    *,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    g: torch.Tensor,
-    A: torch.Tensor,
-    dw: torch.Tensor,
-    du: torch.Tensor,
-    **options: Any,
-) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(k), torch.empty_like(v), torch.empty_like(beta), torch.empty_like(g)
+def _row_gradients(*, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor, **others: Any) -> Tensors:
+    return fla_kernel((k, v, beta, g, others), tuple(map(torch.empty_like, (k, v, beta, g))))
+
+
+def _states(k: torch.Tensor, value: torch.Tensor, chunk_indices: torch.Tensor) -> torch.Tensor:
+    """Return memory for a state of each chunk, shape (1, N, H, K, V)."""
+    return k.new_empty(1, len(chunk_indices), value.shape[2], k.shape[3], value.shape[3])
 
 
 def _convolve(
-    x_1TC: torch.Tensor, weight_CK: torch.Tensor, bias_C: torch.Tensor | None = None, **options: Any
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **others: Any
 ) -> tuple[torch.Tensor, None]:
-    return _Rows.apply(x_1TC, weight_CK, bias_C), None
+    return _Rows.apply(x, weight, bias), None
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _Rows.apply(x, None, None)
-    return found
+    out: torch.Tensor = _Rows.apply(x, None, None)
+    return out
 
 
 class _Rows(torch.autograd.Function):
-    """A kernel of rows with a weight: reads its input in the forward, and in the backward once more."""
+    """A kernel of rows with a weight. Saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
-        return _run_rows(x)
+        return fla_kernel(x, (torch.empty_like(x),))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        found = (
+        d_weights = (
             torch.empty_like(weight) if weight is not None and needs else None
             for weight, needs in zip(weights, ctx.needs_input_grad[1:])
         )
-        return _run_row_gradients(x, d_out), *found
-
-
-@one_kernel
-def _run_rows(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@one_kernel
-def _run_row_gradients(x: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+        return fla_kernel((x, d_out), (torch.empty_like(x),))[0], *d_weights
 
 
 _SHAPES = SimpleNamespace(
@@ -182,20 +147,4 @@ _SHAPES = SimpleNamespace(
     l2norm=_norm,
     prepare_wy_repr_bwd=_row_gradients,
     recompute_w_u_fwd=_rebuild_rows,
-)
-# Names of the functions that compute what one kernel of fla-core does.
-SHAPE_FUNCTIONS = tuple(
-    function.__name__
-    for function in (
-        _read_states,
-        _rebuild_rows,
-        _row_gradients,
-        _run_row_gradients,
-        _run_rows,
-        _run_states,
-        _solve_chunks,
-        _state_gradients,
-        _sum_decays,
-        _value_gradients,
-    )
 )

@@ -320,4 +320,4 @@ def _refuse_missing_path(name: str) -> None:
         OptionError: There is no such folder or file.
     """
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).exists():
-        raise OptionError(f"There is no folder or file {name!r} (from {Path.cwd()}). Correct model.")
+        raise OptionError(f"There is no folder or file {name!r} (searched from {Path.cwd()}). Correct model.")

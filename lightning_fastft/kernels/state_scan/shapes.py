@@ -1,6 +1,6 @@
-"""The shapes of the scan of Mamba-2 on the meta device, kernel by kernel, without values.
+"""The scan of Mamba-2 on the meta device: the shapes of results and of temporary memory, kernel by kernel.
 
-Axes: T tokens of the pack, H heads, W width of a head, G groups of heads with the same B and C, N width of a state.
+Inputs are those of ``state_scan``, in its order.
 """
 
 from __future__ import annotations
@@ -10,76 +10,34 @@ import torch
 from lightning_fastft.kernels.backends import one_kernel
 from lightning_fastft.packing.chunks import Chunks
 
+Tensors = tuple[torch.Tensor, ...]
 
-def scan_forward(
-    x_THW: torch.Tensor,
-    dt_TH: torch.Tensor,
-    a_H: torch.Tensor,
-    b_TGN: torch.Tensor,
-    c_TGN: torch.Tensor,
-    skip_H: torch.Tensor,
-    *,
-    chunks: Chunks,
-) -> torch.Tensor:
+
+def scan_forward(*inputs: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     """Return the outputs; the states on entry to each chunk are temporary memory."""
-    return _outputs(_states(x_THW, dt_TH, b_TGN, chunks.index_C2), x_THW, dt_TH, b_TGN, c_TGN)
+    return _scan_kernel((_run_states(inputs, chunks), inputs), (_empty_like(inputs[0]),))[0]
 
 
-def scan_backward(
-    d_y_THW: torch.Tensor,
-    x_THW: torch.Tensor,
-    dt_TH: torch.Tensor,
-    a_H: torch.Tensor,
-    b_TGN: torch.Tensor,
-    c_TGN: torch.Tensor,
-    skip_H: torch.Tensor,
-    *,
-    chunks: Chunks,
-) -> tuple[torch.Tensor, ...]:
+def scan_backward(d_y_THW: torch.Tensor, *inputs: torch.Tensor, chunks: Chunks) -> Tensors:
     """Return the gradients of the six inputs; states and their gradients are temporary memory."""
-    state = _states(x_THW, dt_TH, b_TGN, chunks.index_C2)
-    d_state = _states(d_y_THW, dt_TH, c_TGN, chunks.index_C2)
-    d_x_THW, d_dt_TH, d_a_H, d_skip_H = _head_gradients(state, d_state, d_y_THW, x_THW, dt_TH, b_TGN, c_TGN, a_H)
-    d_b_TGN, d_c_TGN = _group_gradients(state, d_state, d_y_THW, x_THW, dt_TH, b_TGN, c_TGN)
+    x_THW, dt_TH, a_H, b_TGN, c_TGN, skip_H = inputs
+    read = _run_states(inputs, chunks), _run_states(inputs, chunks), d_y_THW, inputs
+    d_x_THW, d_dt_TH, d_a_H, d_skip_H = _scan_kernel(read, tuple(map(_empty_like, (x_THW, dt_TH, a_H, skip_H))))
+    d_b_TGN, d_c_TGN = _scan_kernel(read, (_empty_like(b_TGN), _empty_like(c_TGN)))
     return d_x_THW, d_dt_TH, d_a_H, d_b_TGN, d_c_TGN, d_skip_H
 
 
-@one_kernel
-def _states(x_THW: torch.Tensor, dt_TH: torch.Tensor, b_TGN: torch.Tensor, index_C2: torch.Tensor) -> torch.Tensor:
-    return x_THW.new_empty(len(index_C2), x_THW.shape[1], b_TGN.shape[2], x_THW.shape[2])
+def _run_states(inputs: Tensors, chunks: Chunks) -> torch.Tensor:
+    """Return the states of all chunks, shape (C, H, N, W) for C chunks."""
+    x_THW, dt_TH, _, b_TGN, *_ = inputs
+    states = x_THW.new_empty(len(chunks.index_C2), x_THW.shape[1], b_TGN.shape[2], x_THW.shape[2])
+    return _scan_kernel((x_THW, dt_TH, b_TGN), (states,))[0]
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @one_kernel
-def _outputs(
-    state_CHNW: torch.Tensor, x_THW: torch.Tensor, dt_TH: torch.Tensor, b_TGN: torch.Tensor, c_TGN: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(x_THW, memory_format=torch.contiguous_format)
-
-
-@one_kernel
-def _head_gradients(
-    state_CHNW: torch.Tensor,
-    d_state_CHNW: torch.Tensor,
-    d_y_THW: torch.Tensor,
-    x_THW: torch.Tensor,
-    dt_TH: torch.Tensor,
-    b_TGN: torch.Tensor,
-    c_TGN: torch.Tensor,
-    a_H: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    d_x_THW = torch.empty_like(x_THW, memory_format=torch.contiguous_format)
-    return d_x_THW, torch.empty_like(dt_TH), torch.empty_like(a_H), torch.empty_like(a_H)
-
-
-@one_kernel
-def _group_gradients(
-    state_CHNW: torch.Tensor,
-    d_state_CHNW: torch.Tensor,
-    d_y_THW: torch.Tensor,
-    x_THW: torch.Tensor,
-    dt_TH: torch.Tensor,
-    b_TGN: torch.Tensor,
-    c_TGN: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    form = torch.contiguous_format
-    return torch.empty_like(b_TGN, memory_format=form), torch.empty_like(c_TGN, memory_format=form)
+def _scan_kernel(read: tuple[Tensors | torch.Tensor, ...], outs: Tensors) -> Tensors:
+    return outs
