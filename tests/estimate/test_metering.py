@@ -13,6 +13,7 @@ from lightning_fastft.kernels.cross_entropy.reference import row_losses
 from lightning_fastft.kernels.grouped_mm.reference import RowAddend, grouped_mm
 from lightning_fastft.kernels.rms_norm.op import rms_norm_forward
 from lightning_fastft.kernels.rms_norm.reference import NormForm, rms_norm_backward
+from lightning_fastft.mixers.fla_functions import fla_kernel
 
 H200 = find_gpu("H200")
 ROWS = 4096
@@ -241,3 +242,11 @@ def test_the_loss_takes_what_was_measured():
     options = {"scale": 1.0, "softcap": None, "gradient_factor": 1.0, "count_correct": False}
     logits, target = meta(2048, 151_936), meta(2048, dtype=torch.int64)
     assert taken_ms(lambda: row_losses(logits, target, **options)) == pytest.approx(0.492, rel=0.05)
+
+
+def test_a_kernel_of_fla_core_reaches_a_third_of_the_bandwidth():
+    x, outs = meta(2**20), []
+    meter = metered(lambda: outs.extend(fla_kernel(x, (torch.empty_like(x),))), resident=[x])
+    (kernel,) = meter.kernels
+    assert kernel.num_bytes == pytest.approx((x.nbytes + outs[0].nbytes) / 0.35)
+    assert meter.live_bytes == outs[0].nbytes
