@@ -13,7 +13,7 @@ import torch
 from lightning_fastft.core.checks import check_layout
 from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.kernels.backends import FLOATING, TRITON_DTYPES, must_check, uses_triton
-from lightning_fastft.kernels.state_scan import reference, shapes
+from lightning_fastft.kernels.state_scan import reference
 from lightning_fastft.packing.chunks import Chunks
 
 _CHUNK_SIZES = (16, 32, 64)
@@ -92,9 +92,9 @@ class _StateScan(torch.autograd.Function):
 
 
 def _module_for(x: torch.Tensor) -> ModuleType:
-    """Return the Triton kernels, or on the meta device the shapes of their results."""
+    """Return the Triton kernels, or for the meta device the reference, which has their shapes."""
     if not uses_triton(x.device):
-        return shapes
+        return reference
     from lightning_fastft.kernels.state_scan import triton
 
     return triton
