@@ -221,12 +221,15 @@ NAMED_RUNS = {
     "14b-kept": NamedRun("qwen3-14b-qlora", ("ours shipped", "unsloth off")),
     "14b-fp8": NamedRun("qwen3-14b-qlora", ("ours keep+fused+fp8", "ours keep+fused", "unsloth off")),
     "14b-16k": NamedRun("qwen3-14b-qlora-16k", ("ours auto=13.7:64+fused", "unsloth unsloth")),
+    "14b-128k": NamedRun("qwen3-14b-10l-qlora-128k-one-document", ("ours auto=33:64+fused", "unsloth unsloth")),
     "14b-metadata": NamedRun("qwen3-14b-qlora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
     "0.6b": NamedRun("qwen3-0.6b-lora", ("ours keep+graphs", "unsloth off", "unsloth unsloth")),
     "0.6b-launches": NamedRun("qwen3-0.6b-lora", ("ours recompute+fused", "unsloth unsloth")),
     "0.6b-metadata": NamedRun("qwen3-0.6b-lora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
     "30b-a3b": NamedRun("qwen3-30b-a3b-12l-lora", ("ours shipped", "unsloth off")),
     "30b-a3b-recomputed": NamedRun("qwen3-30b-a3b-12l-lora", ("ours recompute+graphs", "unsloth off")),
+    "8b-budget": NamedRun("qwen3-8b-qlora", ("ours auto=8:24+fused", "unsloth unsloth")),
+    "8b-budget-bitsandbytes": NamedRun("qwen3-8b-qlora", ("ours auto=8:64+fused, adamw_8bit", "unsloth unsloth")),
     "8b-full": NamedRun("qwen3-8b-full", ("ours keep+fused, adamw_fused_8bit", "unsloth off")),
     "8b-full-bitsandbytes": NamedRun("qwen3-8b-full", ("ours keep+fused, adamw_8bit", "unsloth off")),
     "8b-fp8": NamedRun("qwen3-8b-full", ("ours recompute+fused+fp8", "ours recompute+fused")),
@@ -245,10 +248,14 @@ NAMED_RUNS = {
 README_LINES = (
     Headline("Qwen3-14B QLoRA", "14b-kept", "shipped"),
     Headline("the same with `vram_budget=12`", "14b", _BUDGET),
+    Headline("Qwen3-8B QLoRA with `vram_budget=8`", "8b-budget", "auto=8:24+fused"),
     Headline("Qwen3-30B-A3B LoRA, 12 layers", "30b-a3b", "shipped"),
     Headline("Qwen3-0.6B LoRA", "0.6b", "keep+graphs"),
     Headline("Llama-3.1-8B LoRA, 32,768 tokens", "32k", "keep+fused"),
     Headline("the same, one document of 131,072 tokens", "128k", "offload:40+fused+tiles8"),
+    Headline(
+        "Qwen3-14B QLoRA, 10 layers, one document of 131,072 tokens, `vram_budget=33`", "14b-128k", "auto=33:64+fused"
+    ),
     Headline("Qwen3-8B, every weight trained", "8b-full", "keep+fused"),
 )
 README_TEMPLATE = """\

@@ -64,6 +64,10 @@ ROWS: Mapping[str, HeadlineRow] = {
     "qwen3-14b-qlora": HeadlineRow(
         "qwen3-14b-qlora", {**_LARGE, "ours": (*_LARGE["ours"], "auto=12.0:24+fused", "keep+fused+fp8")}
     ),
+    # The budget is about what Unsloth's default reserves on an H200, 7.8 GiB.
+    "qwen3-8b-qlora": HeadlineRow(
+        "qwen3-8b-qlora", {"plain": ("recompute",), "ours": ("auto=8:24+fused",), "unsloth": ("unsloth",)}
+    ),
     "qwen3-0.6b-lora": HeadlineRow("qwen3-0.6b-lora", _SMALL),
     "llama-3.1-8b-32k": HeadlineRow("llama-3.1-8b-lora-32k", _LARGE),
     "llama-3.1-8b-32k-one-document": HeadlineRow("llama-3.1-8b-lora-32k-one-document", _LARGE),
