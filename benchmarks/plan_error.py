@@ -19,11 +19,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cluster_model import DEFAULT_HOST_GIB, DOCUMENT_TOKENS, Row, count_within
 from benchmarks.results import RESULTS_PATH
 from benchmarks.ruler.workloads import WORKLOADS, lora_config
-from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.activations.tiles import AUTO_TILES
+from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.costs import MeteredStep, meter_step, plan_on
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
@@ -162,26 +164,31 @@ def _predict(workload: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int) 
         is_fp8="+fp8" in parts,
         mlp_tiles=int(tiles[1]) if tiles else 1,
     )
-    cost = _meter(
+    metered = functools.partial(
+        _meter,
         workload.partition(",")[0],
         num_tokens=num_tokens,
         is_one=", one document," in workload,
-        swaps=swaps,
         optimizer=match["optimizer"] or "",
         label_share=int(labels[1]) / 100 if labels else 1.0,
-    ).costs_on(gpu)
+    )
     is_streamed = "+stream" in parts
     buffers = int(match["buffers"] or 2)
     if kind == "auto":
-        planned = plan_on(
-            gpu,
-            cost,
-            vram_budget_bytes=int(float(match["vram"]) * _GIB) if match["vram"] else None,
-            host_budget_bytes=int(float(match["host"] or DEFAULT_HOST_GIB) * _GIB),
-            buffers=buffers,
-            weights="stream" if is_streamed else "auto",
-        ).prediction
+        options: dict[str, Any] = {
+            "vram_budget_bytes": int(float(match["vram"]) * _GIB) if match["vram"] else None,
+            "host_budget_bytes": int(float(match["host"] or DEFAULT_HOST_GIB) * _GIB),
+            "buffers": buffers,
+            "weights": "stream" if is_streamed else "auto",
+        }
+        try:
+            plan = plan_on(gpu, metered(swaps=swaps).costs_on(gpu), **options)
+        except OptionError:
+            # As in a run, feed-forward blocks run in tiles if nothing else fits.
+            plan = plan_on(gpu, metered(swaps=swaps._replace(mlp_tiles=AUTO_TILES)).costs_on(gpu), **options)
+        planned = plan.prediction
     else:
+        cost = metered(swaps=swaps).costs_on(gpu)
         segments = [segment._replace(is_streamed=is_streamed) for segment in uniform_plan(len(cost.segments), kind)]
         if kind == "offload":
             # As in a run, the inputs of the last layers stay on the device if host memory has no room for them.

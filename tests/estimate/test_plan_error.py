@@ -20,12 +20,7 @@ def test_each_row_is_predicted_or_said_to_be_left_out(tmp_path):
     # The same run as if the host had room for 16 of the 35 inputs of 128 MiB.
     table += [{**row, "system": "ours offload:2"} for row in table if row["system"] == "ours offload"]
     table += [{**row, "workload": "another model, packed"} for row in table if row["system"] == "ours offload"]
-    path = tmp_path / "rows.csv"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, table[0])
-        writer.writeheader()
-        writer.writerows(table)
-    rows, skipped = compare_rows(path)
+    rows, skipped = compare_rows(_write(tmp_path / "rows.csv", table))
     assert [(row.system, row.unknown) for row in rows] == [
         ("ours recompute", ""),
         ("ours offload1", ""),
@@ -45,3 +40,21 @@ def test_each_row_is_predicted_or_said_to_be_left_out(tmp_path):
     older = [rows[0]._replace(date="2026-11-01", step_ms=9000.0), *rows]
     assert "of which all is known: 3 of 4 steps" in describe(older, skipped)
     assert "the newest of each setting: 3 of 3 steps" in describe(older, skipped)
+
+
+@pytest.mark.slow(seconds=4)
+def test_a_run_that_fits_only_in_tiles_is_predicted_in_tiles(tmp_path):
+    with RESULTS_PATH.open(encoding="utf-8") as file:
+        table = [row for row in csv.DictReader(file) if "qwen3-14b-10l" in row["workload"] and "ours" in row["system"]]
+    rows, skipped = compare_rows(_write(tmp_path / "rows.csv", table))
+    assert skipped == []
+    assert [row.system for row in rows] == ["ours auto=33:64+fused, adamw_fused"]
+    assert rows[0].predicted_gib < 33
+
+
+def _write(path, table):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, table[0])
+        writer.writeheader()
+        writer.writerows(table)
+    return path
