@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
+from torch import nn
 
 from lightning_fastft.activations.tiles import AUTO_TILES
 from lightning_fastft.callbacks.fused_kernels import swaps_of
@@ -25,6 +26,7 @@ from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.planner.step import Plan
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.optimizer import FusedAdamW
 from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
@@ -247,7 +249,13 @@ def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str
     assert model.source is not None
     training = "every weight" if model.lora is None else f"LoRA r={model.lora.r}"
     base = "" if model.quantization is None else f" on a base in {model.quantization.upper()}"
-    return f"{model.source.name}: {training}{base}, packs of {num_tokens:,} tokens, documents of {document_tokens:,}"
+    run = f"{model.source.name}: {training}{base}, packs of {num_tokens:,} tokens, documents of {document_tokens:,}"
+    if model.optimizer_factory is None:
+        return run
+    optimizer = model.optimizer_factory([nn.Parameter(torch.zeros(1))])
+    if isinstance(optimizer, (FusedAdamW, torch.optim.Adam)):
+        return run
+    return f"{run}\noptimizer: {type(optimizer).__name__} is not known here; memory and time are those of AdamW"
 
 
 def _describe_origin(options: _Options) -> str:

@@ -84,6 +84,16 @@ def test_moments_on_the_host_are_copied_in_each_step(plan):
     assert 22 < there - here < 30
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "is_known"),
+    [("torch.optim.AdamW", True), ("lightning_fastft.optim.FusedAdamW", True), ("torch.optim.SGD", False)],
+)
+def test_an_optimizer_that_is_not_known_is_said_to_be_counted_as_adamw(plan, optimizer, is_known):
+    text = plan("--gpu", "H100", "--model.optimizer", optimizer)
+    line = "optimizer: SGD is not known here; memory and time are those of AdamW"
+    assert (line in text) is not is_known
+
+
 def test_a_folder_that_is_missing_is_named(folder):
     words = ["--config", "qlora_qwen3_14b", "--data.paths", "nowhere.jsonl", "--gpu", "4090"]
     with pytest.raises(OptionError, match=r"no folder or file '\./models/llama'"):
