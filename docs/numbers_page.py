@@ -248,14 +248,10 @@ NAMED_RUNS = {
 README_LINES = (
     Headline("Qwen3-14B QLoRA", "14b-kept", "shipped"),
     Headline("the same with `vram_budget=12`", "14b", _BUDGET),
-    Headline("Qwen3-8B QLoRA with `vram_budget=8`", "8b-budget", "auto=8:24+fused"),
     Headline("Qwen3-30B-A3B LoRA, 12 layers", "30b-a3b", "shipped"),
     Headline("Qwen3-0.6B LoRA", "0.6b", "keep+graphs"),
     Headline("Llama-3.1-8B LoRA, 32,768 tokens", "32k", "keep+fused"),
     Headline("the same, one document of 131,072 tokens", "128k", "offload:40+fused+tiles8"),
-    Headline(
-        "Qwen3-14B QLoRA, 10 layers, one document of 131,072 tokens, `vram_budget=33`", "14b-128k", "auto=33:64+fused"
-    ),
     Headline("Qwen3-8B, every weight trained", "8b-full", "keep+fused"),
 )
 README_TEMPLATE = """\
