@@ -101,7 +101,10 @@ class FusedLayer:
             x_TD = _run_module(mix, parts, 0, x_TD, shape=hidden_states.shape, factor=factor, session=session)
         elif (delta_rule := find_delta_rule(layer, form)) is not None:
             with unwatched(session):
-                x_TD = mix_delta(delta_rule, parts, x_TD, context=kwargs["context"], session=session)
+                x_TD = mix_delta(
+                    delta_rule, x_TD, norm=parts.norms[0], projections=parts.qkv, last=parts.out,
+                    context=kwargs["context"], session=session,
+                )  # fmt: skip
         else:
             with unwatched(session):
                 x_TD = attend_layer(

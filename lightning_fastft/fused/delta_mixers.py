@@ -6,37 +6,48 @@ Axes: T tokens, D model width, C columns of the fused projection.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_fastft.activations.segments import Session
 from lightning_fastft.fused.functions.projections import norm_project, project_add
+from lightning_fastft.fused.functions.rows import Norm
+from lightning_fastft.fused.linears import FusedLinear
 from lightning_fastft.hf.mixers import MixerFamily
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaParameters
 from lightning_fastft.mixers.gated_delta import gated_delta
 from lightning_fastft.packing.context import BatchContext
-
-if TYPE_CHECKING:
-    from lightning_fastft.fused.layer_parts import Parts
 
 # Layers of a mixer that follow its projections.
 _OTHERS = ("conv1d", "norm", "out_proj")
 
 
 def mix_delta(
-    mixer: Any, parts: Parts, x_TD: torch.Tensor, *, context: BatchContext, session: Session | None
+    mixer: Any,
+    x_TD: torch.Tensor,
+    *,
+    norm: Norm | None,
+    projections: FusedLinear,
+    last: FusedLinear,
+    context: BatchContext,
+    session: Session | None,
 ) -> torch.Tensor:
     """Return the residual stream after the mixer.
+
+    Args:
+        mixer: The gated delta layer.
+        x_TD: The residual stream.
+        norm: The norm before the mixer; None without one.
+        projections: All projections of its input, as one product.
+        last: Its output projection.
+        context: Metadata of the pack.
+        session: Activations of the step; None keeps them.
 
     Cost:
         That of norm_project, gated_delta and project_add.
     """
-    projections, last, norm = parts.qkv, parts.out, parts.norms[0]
-    assert projections is not None
-    assert last is not None
-    assert norm is not None
     rows_TC, x_TD = norm_project(x_TD, norm, projections, session=session)
     out_TI = gated_delta(
         rows_TC,

@@ -23,18 +23,10 @@ from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.packing.tokens.formatter import Formatter
-from lightning_fastft.training.data.describe import show_loaders
 from lightning_fastft.training.data.options import check_source
+from lightning_fastft.training.data.position import from_plain, to_plain
 from lightning_fastft.training.data.recorded import RecordedDataModule
-from lightning_fastft.training.data.rollouts import (
-    PROMPT,
-    encode_given,
-    encode_prompt_ids,
-    from_plain,
-    make_rollout,
-    read_prompt,
-    to_plain,
-)
+from lightning_fastft.training.data.rollouts import PROMPT, encode_given, encode_prompt_ids, make_rollout, read_prompt
 from lightning_fastft.training.data.rounds import choose_prompts, draw_sampled, pack_round
 from lightning_fastft.training.data.sampled import check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
@@ -83,8 +75,6 @@ class RolloutDataModule(RecordedDataModule):
 
     # A checkpoint written inside an accumulation window resumes at the start of the window.
     repeats_windows = True
-
-    __str__ = show_loaders
 
     def __init__(
         self,

@@ -7,18 +7,14 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_fastft.core.checks import check_int
-from lightning_fastft.core.errors import DataError, FastFTError, printable
+from lightning_fastft.core.errors import DataError, printable
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.packs import Packs, split_to_multiple
 from lightning_fastft.packing.store.report import IngestReport
-from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule
-
     from lightning_fastft.packing.stream import DocumentSubset
     from lightning_fastft.training.data.splits import SplitDataModule
 
@@ -69,26 +65,6 @@ def describe_data(
     how = "underlined" if is_terminal else f"between {MARKS[0]} and {MARKS[1]}"
     sections.append(f"first example: {int(shown.length_N[0])} tokens, {num_trained} trained ({how})\n{example}")
     return "\n\n".join(sections)
-
-
-def show_loaders(data: LightningDataModule) -> str:
-    """Return the number of packs of each loader of this rank; Lightning's own text would read packs to count them."""
-    lines = []
-    for name, split in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
-        try:
-            loader = getattr(data, f"{split}_dataloader")()
-        except (FastFTError, MisconfigurationException):
-            loader = None
-        if isinstance(loader, dict):
-            size = ", ".join(f"{key} {_show_length(part)}" for key, part in loader.items())
-        else:
-            size = _show_length(loader) if isinstance(loader, PackedLoader) else "None"
-        lines.append(f"{{{name} dataloader: {size}}}")
-    return "\n".join(lines)
-
-
-def _show_length(loader: PackedLoader) -> str:
-    return "endless" if len(loader) == ENDLESS else count(len(loader), "pack")
 
 
 def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, accumulate: int) -> str:

@@ -1,4 +1,6 @@
-"""Whether a checkpoint's position belongs to the plan of this run, and whether all ranks have one plan."""
+"""Positions in checkpoints: whether one belongs to the plan of this run, whether all ranks have one plan, and the
+documents that it holds.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.document import Document
 
 # Begins the identity of the data in a checkpoint; older versions wrote other ones.
 BY_CONTENT = "tokens:"
@@ -49,3 +52,26 @@ def check_ranks_agree(description: Mapping[str, Any]) -> None:
     for rank, other in enumerate(descriptions):
         if other != descriptions[0]:
             raise DataError(f"Rank 0 plans {descriptions[0]}, rank {rank} plans {other}. Give all ranks the same data.")
+
+
+def to_plain(document: Document) -> dict[str, Any]:
+    """Return a document without images as tensors and plain types, for a checkpoint."""
+    return {
+        "input_ids": torch.from_numpy(document.input_ids),
+        "labels": torch.from_numpy(document.labels),
+        "segment_lengths": list(document.segment_lengths),
+        "scores": list(document.scores),
+        "log_probs": None if document.log_probs is None else torch.from_numpy(document.log_probs),
+    }
+
+
+def from_plain(values: Mapping[str, Any]) -> Document:
+    """Return the document of ``to_plain``."""
+    log_probs = values["log_probs"]
+    return Document(
+        values["input_ids"].numpy(),
+        values["labels"].numpy(),
+        segment_lengths=tuple(values["segment_lengths"]),
+        scores=tuple(values["scores"]),
+        log_probs=None if log_probs is None else log_probs.numpy(),
+    )

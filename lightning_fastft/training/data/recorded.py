@@ -1,4 +1,4 @@
-"""RecordedDataModule: a DataModule whose options are hyperparameters, for loggers and checkpoints."""
+"""RecordedDataModule: the base of our DataModules, whose options are hyperparameters for loggers and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,14 +8,32 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.parsing import AttributeDict
 
+from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.packing.reading.sources import is_dataset
+from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.training.hyperparameters import to_logged
 
 
 class RecordedDataModule(LightningDataModule):
     """Save the options of a constructor as hyperparameters, which loggers write with those of the LightningModule."""
+
+    def __str__(self) -> str:
+        """Return the number of packs of each loader of this rank; Lightning's own text reads packs to count them."""
+        lines = []
+        for name, split in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")):
+            try:
+                loader = getattr(self, f"{split}_dataloader")()
+            except (FastFTError, MisconfigurationException):
+                loader = None
+            if isinstance(loader, dict):
+                size = ", ".join(f"{key} {_show_length(part)}" for key, part in loader.items())
+            else:
+                size = _show_length(loader) if isinstance(loader, PackedLoader) else "None"
+            lines.append(f"{{{name} dataloader: {size}}}")
+        return "\n".join(lines)
 
     def record_options(self, given: Mapping[str, Any]) -> None:
         """Save options as hyperparameters, as plain types; skip those with an object, such as rows or a tokenizer.
@@ -69,3 +87,8 @@ def _to_plain(value: Any) -> Any:
 def _is_same(value: object, other: object) -> bool:
     """Return whether Lightning takes two values of one name as equal."""
     return type(value) is type(other) and bool(value == other)
+
+
+def _show_length(loader: PackedLoader) -> str:
+    num_packs = len(loader)
+    return "endless" if num_packs == ENDLESS else f"{num_packs} pack{'' if num_packs == 1 else 's'}"

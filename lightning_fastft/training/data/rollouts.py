@@ -1,4 +1,4 @@
-"""Prompts and rollouts as rows, documents and entries of a checkpoint."""
+"""Prompts and rollouts as rows and documents."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
@@ -117,26 +116,3 @@ def encode_given(
         lengths, scores = found.completions.segment_lengths, found.completions.scores
         documents.append(Document(found.input_ids, labels, segment_lengths=lengths, scores=scores))
     return documents
-
-
-def to_plain(document: Document) -> dict[str, Any]:
-    """Return a document as tensors and plain types, for a checkpoint."""
-    return {
-        "input_ids": torch.from_numpy(document.input_ids),
-        "labels": torch.from_numpy(document.labels),
-        "segment_lengths": list(document.segment_lengths),
-        "scores": list(document.scores),
-        "log_probs": None if document.log_probs is None else torch.from_numpy(document.log_probs),
-    }
-
-
-def from_plain(values: Mapping[str, Any]) -> Document:
-    """Return the document of ``to_plain``."""
-    log_probs = values["log_probs"]
-    return Document(
-        values["input_ids"].numpy(),
-        values["labels"].numpy(),
-        segment_lengths=tuple(values["segment_lengths"]),
-        scores=tuple(values["scores"]),
-        log_probs=None if log_probs is None else log_probs.numpy(),
-    )

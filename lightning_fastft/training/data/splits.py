@@ -30,7 +30,6 @@ from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
 from lightning_fastft.packing.store.report import render_counts
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream
-from lightning_fastft.training.data.describe import show_loaders
 from lightning_fastft.training.data.images import find_image_encoder, make_document_images
 from lightning_fastft.training.data.mixtures import MixedSource, mix_sources
 from lightning_fastft.training.data.options import (
@@ -70,8 +69,6 @@ class SplitDataModule(RecordedDataModule):
         sources: Data of each split of ``SPLITS``; None where there is none.
         options: Form of the rows; it and ``sources`` are made of options of PackedDataModule, which has all others.
     """
-
-    __str__ = show_loaders
 
     def __init__(
         self,

@@ -37,8 +37,7 @@ from lightning_fastft.packing.windows import (
     read_first_chunk,
     read_windows,
 )
-from lightning_fastft.training.data.position import check_ranks_agree, compare_plans
-from lightning_fastft.training.data.rollouts import from_plain, to_plain
+from lightning_fastft.training.data.position import check_ranks_agree, compare_plans, from_plain, to_plain
 from lightning_fastft.training.data.trainer_facts import check_limits, ends_by_count, repeats_first_epoch
 
 # Increased whenever the same rows give different packs.

@@ -25,6 +25,7 @@ from lightning_fastft.core.phases import phase
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
+from lightning_fastft.training.datamodule import PackedDataModule
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -252,7 +253,6 @@ def open_frozen_model(source: str | nn.Module, *, module: LightningModule, dtype
 def first_packs(trainer: Trainer) -> list[list[Document]]:
     """Return the documents of the first training packs of a Trainer's data module; none if it has no packs."""
     from lightning_fastft.hf.eva import MOST_PACKS
-    from lightning_fastft.training.datamodule import PackedDataModule
 
     data = getattr(trainer, "datamodule", None)
     subset, packs = (data.subset("train"), data.packs("train")) if isinstance(data, PackedDataModule) else (None, None)

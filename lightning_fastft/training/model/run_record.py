@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.core.extras import version_of
+from lightning_fastft.training.datamodule import PackedDataModule
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -39,8 +40,6 @@ def _describe_data(data: Any) -> dict[str, Any]:
     """Return files, rows, examples and tokens of a PackedDataModule, the numbers of a RolloutDataModule, and nothing of
     another data module.
     """
-    from lightning_fastft.training.datamodule import PackedDataModule
-
     # Of a RolloutDataModule, which imports the tuners.
     rollouts = getattr(data, "rollout_facts", None)
     if rollouts is not None:
