@@ -40,7 +40,7 @@ from transformers.utils import logging
 
 from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.hf.families import check_servable
+from lightning_fastft.hf.families import ADVICE, check_servable
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import ONE_BY_ONE
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
@@ -423,7 +423,7 @@ def read_record(place: Path = RECORD) -> list[dict[str, str]]:
 def _shorten(detail: str) -> str:
     """Return the reason of a refusal without the sentences around it."""
     reason = detail.partition("documents: ")[2] or detail.partition("): ")[2] or detail.partition(": ")[2] or detail
-    return reason.partition(". attention='one_by_one'")[0].rstrip(". ")
+    return reason.partition(f" {ADVICE}")[0].rstrip(". ")
 
 
 def main() -> int:
