@@ -70,8 +70,8 @@ def shard_model(
 
     Raises:
         UnsupportedModelError: There is no language model, nothing fills a tensor, a model keeps a trained tensor
-            outside of routers wider than compute_dtype on purpose, experts are in NF4, ranks cannot own them in equal shares, or the head is
-            tied to an embedding with trained rows.
+            outside of routers wider than compute_dtype on purpose, experts are in NF4, ranks cannot own them in equal
+            shares, or the head is tied to an embedding with trained rows.
         DataError: Weights of the files are not finite.
 
     Cost:
