@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from tests.strategies.strategy_worker import ACCUMULATE
-from tests.strategies.wide_router_worker import POLICIES, ROUTER, train
+from tests.strategies.wide_router_worker import CASES, ROUTER, train
 from tests.support.truth import relative_error
 from tests.support.two_ranks import run_two_ranks
 
@@ -26,17 +26,24 @@ def two_ranks(folders):
 
 @pytest.fixture(scope="module")
 def one_process(folders):
-    return train("keep", FastFTStrategy, folder=folders[0])
+    return train(FastFTStrategy, folder=folders[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_ranks_route_as_one_process(two_ranks, one_process, policy):
-    found = two_ranks[policy]
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_route_as_one_process(two_ranks, one_process, case):
+    found = two_ranks[case]
     assert "2 routers in a wider dtype" in found["status"]
     # One process has the micro-batches of both ranks, in turns, and divides by twice as many.
-    assert torch.equal(found["losses"][:ACCUMULATE], 2 * one_process["losses"][: 2 * ACCUMULATE : 2])
-    assert relative_error(found["gradient"], one_process["gradient"]) <= 1e-6
+    expected = 2 * one_process["losses"][: 2 * ACCUMULATE : 2]
+    error = relative_error(found["gradient"], one_process["gradient"])
+    if case == "experts owned":
+        # The outputs of the experts of a token are added in bf16, in another order.
+        torch.testing.assert_close(found["losses"][:ACCUMULATE], expected, rtol=4e-3, atol=0)
+        assert error <= 1e-2
+    else:
+        assert torch.equal(found["losses"][:ACCUMULATE], expected)
+        assert error <= 1e-6
     assert found["state"][ROUTER].dtype is torch.float32
 
 

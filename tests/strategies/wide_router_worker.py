@@ -11,11 +11,17 @@ from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
-from tests.strategies.strategy_worker import fit, make_tuner, trained_state
+from tests.strategies.strategy_worker import NUM_RANKS, fit, make_tuner, trained_state
 from tests.support.tiny_models import MORE_MOE
 
-POLICIES = ("keep", "recompute")
+# Policy of activations, and options of FastFTFSDPStrategy.
+CASES = {
+    "kept": ("keep", {}),
+    "recomputed": ("recompute", {}),
+    "experts owned": ("recompute", {"expert_parallel": NUM_RANKS}),
+}
 # Every release of transformers keeps its routers in fp32.
 FAMILY = "ernie4_5_moe"
 ROUTER = "model.layers.1.mlp.gate.weight"
@@ -36,13 +42,14 @@ class Look(Callback):
         self.gradients.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone())
 
 
-def train(policy, strategy_class, *, rank=0, folder=None):
+def train(strategy_class, case="kept", *, rank=0, folder=None):
+    policy, options = CASES[case]
     torch.manual_seed(5)
     config = {"model_type": FAMILY, **MORE_MOE[FAMILY][1]}
     module = make_tuner("full", dtype="bfloat16", config=config, tie_word_embeddings=False)
-    strategy, look = strategy_class(activations=OffloadCheckpointing(policy)), Look()
-    trainer = fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=[look])
-    if policy == "keep":
+    strategy, look = strategy_class(activations=OffloadCheckpointing(policy), **options), Look()
+    trainer = fit(module, strategy=strategy, rank=rank, folder=folder, callbacks=[BincountRouter(), look])
+    if case == "kept":
         module.save_pretrained(str(Path(folder) / "export"))
     reasons = [status.reason for status in (*trainer.strategy.statuses(), *module.statuses())]
     return {
@@ -55,7 +62,7 @@ def train(policy, strategy_class, *, rank=0, folder=None):
 
 def main(folder):
     rank, folder = int(os.environ["RANK"]), Path(folder)
-    found = {policy: train(policy, FastFTFSDPStrategy, rank=rank, folder=folder) for policy in POLICIES}
+    found = {case: train(FastFTFSDPStrategy, case, rank=rank, folder=folder) for case in CASES}
     if rank == 0:
         torch.save(found, folder / "found.pt")
 
