@@ -168,6 +168,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "mamba2": {"num_heads": 16, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 4},
+    # The layers in the middle run twice.
+    "dory": {
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "zaya": {"num_experts_per_tok": 1, "moe_router_topk": 1},
     "bamba": {**MAMBA, "attn_layer_indices": [1], "num_key_value_heads": 2, "head_dim": 16},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
