@@ -41,8 +41,8 @@ gpu_tests = { $(PY) -m pytest -q --durations=15 --junitxml=$(GPU_LOGS)/$(1).xml 
   2>&1 | tee $(GPU_LOGS)/$(1).log
 
 # The tests against transformers and PEFT: those that together call every function of both that all tests of hf, patches,
-# mixers, moe and fused call (chosen by tests/support/seam_choice.py), and packed documents of every family.
-SEAMS := $(shell cat tests/seams.txt) tests/patches/test_attention.py::test_packed_documents_equal_one_by_one
+# mixers, moe and fused call (chosen by tests/support/seam_choice.py), packed documents of every family, and chat templates.
+SEAMS := $(shell cat tests/seams.txt) tests/patches/test_attention.py::test_packed_documents_equal_one_by_one tests/packing/tokens
 
 # The CPU tests and the doctests.
 CASES := --doctest-modules --ignore-glob='lightning_fastft/kernels/*/triton.py' -m 'not gpu and not multi_gpu and not fault' lightning_fastft tests

@@ -40,7 +40,7 @@ from transformers.utils import logging
 
 from lightning_fastft.core.errors import FastFTError
 from lightning_fastft.core.patcher import ModelPatcher
-from lightning_fastft.hf.families import check_servable
+from lightning_fastft.hf.families import ADVICE, check_servable
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.context import ONE_BY_ONE
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
@@ -168,6 +168,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "mamba2": {"num_heads": 16, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 4},
+    # The layers in the middle run twice.
+    "dory": {
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "zaya": {"num_experts_per_tok": 1, "moe_router_topk": 1},
     "bamba": {**MAMBA, "attn_layer_indices": [1], "num_key_value_heads": 2, "head_dim": 16},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
@@ -423,7 +431,7 @@ def read_record(place: Path = RECORD) -> list[dict[str, str]]:
 def _shorten(detail: str) -> str:
     """Return the reason of a refusal without the sentences around it."""
     reason = detail.partition("documents: ")[2] or detail.partition("): ")[2] or detail.partition(": ")[2] or detail
-    return reason.partition(". attention='one_by_one'")[0].rstrip(". ")
+    return reason.partition(f" {ADVICE}")[0].rstrip(". ")
 
 
 def main() -> int:

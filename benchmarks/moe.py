@@ -162,16 +162,11 @@ def isolate_documents(
 
     if keywords.get("attention_mask") is None and keywords.get("position_ids") is not None:
         states = model.embed_tokens.weight.new_empty((*keywords["position_ids"].shape, 1))
-        given = {
-            "config": model.config,
-            "inputs_embeds": states,
-            "attention_mask": None,
-            "past_key_values": None,
-            "position_ids": keywords["position_ids"],
-        }
+        # By position: transformers 5.24 names the cache, which is None here, otherwise.
+        given = (model.config, states, None, None, keywords["position_ids"])
         masks = {
-            "full_attention": create_causal_mask(**given),
-            "sliding_attention": create_sliding_window_causal_mask(**given),
+            "full_attention": create_causal_mask(*given),
+            "sliding_attention": create_sliding_window_causal_mask(*given),
         }
         keywords = {**keywords, "attention_mask": masks}
     return arguments, keywords

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-# Each pattern matches one message. Seen with torch 2.13, lightning 2.6.6, transformers 5.23, peft 0.21.2 and
+# Each pattern matches one message. Seen with torch 2.13, lightning 2.6.6, transformers 5.24, peft 0.21.2 and
 # bitsandbytes 0.50.2; a message that changes in another version is shown.
 _WARNINGS = (
     # Lightning uses a class that torch has renamed.

@@ -33,6 +33,7 @@ from lightning_fastft.fused.layer_parts import (
     has_own_mixer,
     read_norm,
 )
+from lightning_fastft.hf.caches import has_cache, without_cache
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import NAME as ATTENTION_NAME
 
@@ -66,7 +67,6 @@ class FusedLayer:
         *args: Any,
         attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
         use_cache: bool | None = False,
         position_embeddings: Any = None,
         per_layer_input: torch.Tensor | None = None,
@@ -80,17 +80,18 @@ class FusedLayer:
             (attention_mask,) = args
         session = find_session(layer)
         with unwatched(session):
-            parts = _read_call(layer, hidden_states, past_key_values, position_embeddings, kwargs)
+            parts = _read_call(layer, hidden_states, position_embeddings, kwargs)
         if parts is None:
             refuse_own_forward(layer)
             options = {
-                "attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values,
+                "attention_mask": attention_mask, "position_ids": position_ids,
                 "position_embeddings": position_embeddings, **kwargs,
             }  # fmt: skip
             # Layers without these arguments (Gemma's) would pass them to attention.
             options |= {"use_cache": use_cache} if use_cache else {}
             options |= {} if per_layer_input is None else {"per_layer_input": per_layer_input}
             return super().forward(hidden_states, **options)  # type: ignore[misc]
+        kwargs = without_cache(kwargs)
         form = vars(layer)[FUSION_ATTRIBUTE].form
         # Outputs are multiplied by it before they are added.
         factor = float(layer.residual_multiplier) if form.has_multiplier else 1.0
@@ -161,11 +162,11 @@ def _new_instance(make_class: Callable[[type[Any]], type[nn.Module]], old: type[
     return new_class.__new__(new_class)
 
 
-def _read_call(layer: Any, x: torch.Tensor, cache: object, angles: object, options: dict[str, Any]) -> Parts | None:
+def _read_call(layer: Any, x: torch.Tensor, angles: object, options: dict[str, Any]) -> Parts | None:
     """Return the products of a layer for one call, or None if the layer's own forward must run."""
     if FUSION_ATTRIBUTE not in vars(layer):
         return None
-    if cache is not None or x.dtype not in _DTYPES or torch.compiler.is_compiling():
+    if has_cache(options) or x.dtype not in _DTYPES or torch.compiler.is_compiling():
         return None
     if is_autocast_on(x.device.type):
         return None
@@ -245,9 +246,9 @@ def _mix(
         options = {
             name: value for name, value in options.items() if name in known or (takes_all and name != "position_ids")
         }
-        out: torch.Tensor = layer.conv(hidden_states=h_BSD, past_key_values=None, **options)
+        out: torch.Tensor = layer.conv(hidden_states=h_BSD, **options)
         return out
-    out, _ = layer.self_attn(hidden_states=h_BSD, past_key_values=None, position_embeddings=angles, **options)
+    out, _ = layer.self_attn(hidden_states=h_BSD, position_embeddings=angles, **options)
     return out
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.core.errors import BackendError, ShapeError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
+from lightning_fastft.hf.caches import has_cache
 from lightning_fastft.hf.families import decoder_layers, find_decoder
 from lightning_fastft.hf.mixers import MixerFamily, find_mixers, is_mixer, mixer_family
 from lightning_fastft.mixers.kernels import check_calls, find_kernels, run_on_kernels, without_kernels
@@ -29,8 +30,7 @@ STATUS_NAME = "mixers"
 BY_DOCUMENT, ON_KERNELS = "mixers by document", "mixers on fla"
 # Triton reads this when it compiles a tl.dot without an explicit precision.
 _FP32_PRODUCTS = "TRITON_F32_DEFAULT"
-# Keywords of a mixer's cache, and keywords that describe document borders, which the context replaces.
-_CACHES = ("past_key_values", "cache_params")
+# Keywords that describe document borders, which the context replaces.
 _BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
@@ -173,7 +173,7 @@ def _check_packable(
             f"{name} got hidden states {tuple(hidden_states.shape)} for a pack of {context.num_tokens} tokens: a "
             "packed batch is one row."
         )
-    if args or any(kwargs.get(cache) is not None for cache in _CACHES):
+    if args or has_cache(kwargs):
         raise ShapeError(f"{name} got a cache with a packed batch; set use_cache=False.")
     borders = [key for key in _BORDERS if kwargs.get(key) is not None]
     if borders:

@@ -3,10 +3,14 @@
 from collections import Counter
 
 import pytest
+import torch
 import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.model_types import BOUND, FAULTS, Outcome, examine, read_record, record
+from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.hf.families import check_servable
 
 ROWS = {row["model_type"]: row for row in read_record()}
 MOST_EXACT = 150
@@ -32,12 +36,14 @@ def test_the_record_is_of_every_causal_type():
 def test_a_record_replaces_rows_and_keeps_the_others(tmp_path):
     place = tmp_path / "types.csv"
     record([Outcome("b", "exact", "2 reads", 1e-7, "auto"), Outcome("a", "raw", "KeyError: x")], place)
-    refused = (
-        "UnsupportedModelError: A (a) cannot be trained on packed documents: it is odd. attention='one_by_one' runs."
-    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mpt", n_layers=1))
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_servable(model)
+    refused = f"UnsupportedModelError: {caught.value}"
     record([Outcome("a", "exact", refused, 2e-8, "one_by_one")], place)
     assert [(row["model_type"], row["outcome"], row["reason"]) for row in read_record(place)] == [
-        ("a", "exact", "it is odd"),
+        ("a", "exact", "its attention is not on transformers' attention interface"),
         ("b", "exact", ""),
     ]
 

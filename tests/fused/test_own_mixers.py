@@ -177,6 +177,8 @@ def test_a_cache_and_generation_run_the_layers_own_forward(family):
         for options in ({"use_cache": True}, {"use_cache": False}):
             logits, expected = (each(input_ids=ids, **options).logits for each in (fused, plain))
             assert relative_error(logits, expected) <= 1e-5
+        tokens = [each.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None) for each in (fused, plain)]
+    assert torch.equal(*tokens)
     # Graphs and fp8 need layers that are fused as a whole.
     ((_, causal),) = find_causal_models(fused)
     assert fused_layers(causal) == []

@@ -46,7 +46,7 @@ def test_tested_families_are_servable(name):
         ("falcon", {}, "attention interface"),
         ("bloom", {}, "attention interface"),
         ("mpt", {}, "attention interface"),
-        ("gptj", {"n_layer": 2}, "attention interface"),
+        ("gpt_neo", {}, "attention interface"),
         ("mamba", {}, "Mamba|linear_attention"),
         ("mamba2", {}, "Mamba|linear_attention"),
         ("zamba", {}, "hybrid|Mamba"),

@@ -233,7 +233,7 @@ def test_a_replaced_forward_is_refused():
     [
         ((2, 31, 32), {}, ShapeError),
         ((1, 30, 32), {}, ShapeError),
-        ((1, 31, 32), {"past_key_values": object()}, ShapeError),
+        *(((1, 31, 32), {name: object()}, ShapeError) for name in ("cache", "past_key_values", "cache_params")),
         ((1, 31, 32), {"seq_idx": torch.zeros(1, 31)}, BackendError),
     ],
 )

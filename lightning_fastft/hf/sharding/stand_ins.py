@@ -82,6 +82,17 @@ def is_trained(unit: FSDPModule) -> bool:
     return any(record.sharded_param.requires_grad for group in _groups_of(unit) for record in group.fsdp_params)
 
 
+def find_masters(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the trained weights of a unit that FSDP2 casts to the dtype of the unit when it gathers them."""
+    return [
+        record.sharded_param
+        for group in _groups_of(unit)
+        if group.mp_policy.param_dtype is not None
+        for record in group.fsdp_params
+        if record.sharded_param.requires_grad
+    ]
+
+
 def _groups_of(unit: FSDPModule) -> list[Any]:
     """Return the groups of weights of a unit: none if all are in units inside it; older torch has one at most."""
     state: Any = unit._get_fsdp_state()  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_fastft.hf.sharding.stand_ins import is_trained
+from lightning_fastft.hf.sharding.stand_ins import find_masters, is_trained
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -78,7 +78,8 @@ def gather_state(
     Args:
         model: The sharded model.
         is_trained_only: Whether to skip frozen parameters.
-        dtype: Dtype of floating tensors in the result; None keeps their own.
+        dtype: Dtype of master weights in the result; None keeps their own. Other tensors keep theirs, such as routers
+            and their biases that a model keeps in fp32.
 
     Cost:
         One gather per tensor, host memory of the result on rank 0.
@@ -93,7 +94,10 @@ def gather_state(
             name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad
         }
         state = {name: tensor for name, tensor in state.items() if name in trained}
-    return {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in state.items()
-    }
+    if dtype is None:
+        return state
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    masters = {id(parameter) for unit in units for parameter in find_masters(unit)}
+    named = model.named_parameters(remove_duplicate=False)
+    cast_names = {name for name, parameter in named if id(parameter) in masters}
+    return {name: tensor.to(dtype) if name in cast_names else tensor for name, tensor in state.items()}

@@ -10,7 +10,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
@@ -21,6 +21,7 @@ from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_
 from lightning_fastft.hf.lora import adapters_off
 from lightning_fastft.hf.sharding.fillers import Filler
 from lightning_fastft.hf.sharding.towers import give_tower_gradients
+from lightning_fastft.hf.sharding.wide import find_wide_routers, is_wider, short_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,8 +55,8 @@ def shard_model(
         mesh: Mesh of the data parallel ranks: one axis, or two (replicate, shard), each group of which holds a copy.
         filler: Fills a model on the meta device.
         compute_dtype: Dtype in which weights are gathered and multiplied, gradients then reduced in fp32; None keeps
-            each weight's own. Frozen tensors that a model keeps in a wider dtype on purpose are not sharded and not
-            cast.
+            each weight's own. Tensors that a model keeps in a wider dtype on purpose are not cast: frozen ones are not
+            sharded, and trained routers are units of their own.
         master_dtype: Dtype in which trained weights are held; None keeps each weight's own.
         adapters: "replicate" keeps trained LoRA factors whole on every rank if nothing else is trained;
             ``ReplicatedParameters`` averages their gradients. Units of frozen weights then have one dtype and reduce
@@ -68,9 +69,9 @@ def shard_model(
         The number of devices, the units, and the dtypes.
 
     Raises:
-        UnsupportedModelError: There is no language model, nothing fills a tensor, a model keeps a trained tensor wider
-            than compute_dtype on purpose, experts are in NF4, ranks cannot own them in equal shares, or the head is
-            tied to an embedding with trained rows.
+        UnsupportedModelError: There is no language model, nothing fills a tensor, a model keeps a trained tensor
+            outside of routers wider than compute_dtype on purpose, experts are in NF4, ranks cannot own them in equal
+            shares, or the head is tied to an embedding with trained rows.
         DataError: Weights of the files are not finite.
 
     Cost:
@@ -158,6 +159,8 @@ class _Sharder:
         self.units: set[int] = set()
         self.replicates_adapters = False
         self.num_replicated = 0
+        # Routers that are units of their own, by id.
+        self._routers: dict[int, nn.Module] = {}
         # Tensors outside of the FSDP units.
         self._whole: set[nn.Parameter] = set()
         self._owned: set[nn.Parameter] = set()
@@ -167,8 +170,8 @@ class _Sharder:
         self._originals: dict[str, nn.Parameter] = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Find the parameters that modules share. Refuse experts that cannot be sharded as asked, and a fully trained
-        base that keeps a tensor wider than its unit would compute.
+        """Find the parameters that modules share, and trained routers with tensors wider than the layer computes in.
+        Refuse experts that cannot be sharded as asked, and other such tensors.
         """
         check_experts(model, num_owners=self.mesh.size(-1) if self.owns_experts else 1)
         places = Counter(
@@ -178,13 +181,11 @@ class _Sharder:
             if parameter is not None
         )
         self._shared = {identity: None for identity, count in places.items() if count > 1}
-        for name, parameter in model.named_parameters():
-            if self.master_dtype is not None and parameter.requires_grad and self._is_wide(parameter):
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} keeps {name} in {_short(parameter.dtype)} and computes in "
-                    f"{_short(self.compute_dtype)}; under FSDP2 a decoder layer computes in one dtype. Use "
-                    "FineTuner(dtype='float32'), or lora, which keeps that tensor frozen."
-                )
+        if self.master_dtype is not None:
+            layers = [
+                unit for unit in model.modules() if id(unit) in self.units and not isinstance(unit, PreTrainedModel)
+            ]
+            self._routers = find_wide_routers(model, layers, self.compute_dtype)
 
     def visit(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel | None) -> None:
         """Fill and shard the children of module, then module itself."""
@@ -215,15 +216,19 @@ class _Sharder:
         held = (
             "weights in their own dtype"
             if self.master_dtype is None
-            else f"trained weights in {_short(self.master_dtype)}"
+            else f"trained weights in {short_name(self.master_dtype)}"
         )
         computed = (
-            "" if self.compute_dtype is None else f", computed in {_short(self.compute_dtype)}, reduced in float32"
+            "" if self.compute_dtype is None else f", computed in {short_name(self.compute_dtype)}, reduced in float32"
         )
         copies = f"{self.mesh.size(0)} copies, each over " if self.mesh.ndim == 2 else ""
         whole = f"; {self.num_replicated:,} adapter weights whole on every device" if self.num_replicated else ""
+        routers = f"; {len(self._routers)} routers in a wider dtype of their own" if self._routers else ""
         experts = f"; each device owns 1/{self.mesh.size(-1)} of all experts" if self.owns_experts else ""
-        return f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}{whole}{experts}"
+        return (
+            f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}{whole}{routers}"
+            f"{experts}"
+        )
 
     def _fill(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel, filler: Filler) -> None:
         is_copy = "modules_to_save." in prefix
@@ -270,6 +275,11 @@ class _Sharder:
             self._owned.add(owned)
 
     def _cut(self, unit: nn.Module) -> None:
+        routers = [module for module in unit.modules() if id(module) in self._routers]
+        for router in [router for router in routers if not isinstance(router, FSDPModule)]:
+            # Small: gathered once per step, also if the layer is recomputed.
+            wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+            fully_shard(router, mesh=self.mesh, mp_policy=wide, reshard_after_forward=False)
         policy = MixedPrecisionPolicy()
         if self.compute_dtype is not None:
             # Adapters cast their factors themselves. They are gathered in their own dtype, and so their gradients are
@@ -280,7 +290,9 @@ class _Sharder:
             )
         # A unit computes in one dtype, so frozen tensors that are wider on purpose are not part of it.
         own = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
-        self._whole |= {parameter for parameter in own if not parameter.requires_grad and self._is_wide(parameter)}
+        self._whole |= {
+            parameter for parameter in own if not parameter.requires_grad and is_wider(parameter, self.compute_dtype)
+        }
         if self.replicates_adapters:
             adapters = {each for name, each in unit.named_parameters() if _is_trained_factor(name, each)} - self._whole
             self.num_replicated += sum(each.numel() for each in adapters)
@@ -303,10 +315,6 @@ class _Sharder:
         storage_dtype = self.compute_dtype or torch.float32
         if parameter.dtype is torch.uint8 and parameter.numel() % storage_dtype.itemsize == 0:
             parameter.data = parameter.data.flatten().view(storage_dtype).unsqueeze(1)
-
-    def _is_wide(self, parameter: nn.Parameter) -> bool:
-        is_narrowed = self.compute_dtype is not None and parameter.is_floating_point()
-        return is_narrowed and parameter.dtype.itemsize > self.compute_dtype.itemsize  # type: ignore[union-attr]
 
 
 def check_experts(model: nn.Module, *, num_owners: int) -> None:
@@ -384,7 +392,3 @@ def _plain_name(name: str) -> str:
         elif part not in _PEFT_PARTS:
             kept.append(part)
     return ".".join(kept)
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

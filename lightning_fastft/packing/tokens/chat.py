@@ -9,11 +9,11 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -303,10 +303,25 @@ class _CharacterTokenizer:
 
 
 class _Characters(dict[str, Any]):
-    """The output of _CharacterTokenizer."""
+    """The output of _CharacterTokenizer.
+
+    transformers 5.24 reads ``encodings`` for the mask, earlier versions call ``char_to_token``.
+    """
+
+    @property
+    def encodings(self) -> list[_Offsets]:
+        """The characters of each token, which is one character."""
+        length = len(self["input_ids"])
+        return [_Offsets(zip(range(length), range(1, length + 1)))]
 
     def char_to_token(self, batch: int, character: int) -> int:
         return character
+
+
+class _Offsets(NamedTuple):
+    """What transformers reads of an encoding."""
+
+    offsets: Iterable[tuple[int, int]]
 
 
 def _check_tools(tools: object) -> list[Any] | None:

@@ -317,6 +317,25 @@ def test_trained_tensors_that_a_model_keeps_wide_are_refused():
             shard_model(model, mesh, compute_dtype=torch.bfloat16, master_dtype=torch.float32)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "nemotron_h"])
+def test_trained_routers_that_a_model_keeps_wide_are_units_of_their_own(family):
+    with rank_of_two(0) as mesh:
+        model = build_tiny(family).to(torch.bfloat16)
+        gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+        for gate in gates:
+            gate.float()
+        whole = gates[-1].weight.detach().clone()
+        status = shard_model(model, mesh, compute_dtype=torch.bfloat16, master_dtype=torch.float32)
+        assert f"; {len(gates)} routers in a wider dtype" in status.reason
+        assert all(isinstance(gate, FSDPModule) for gate in gates)
+        assert torch.equal(gates[-1].weight.to_local(), whole.chunk(NUM_RANKS)[0])
+        # Of the units of their layers they are no part.
+        unit = model.model.layers[-1]
+        assert gathered_bytes(unit) == 2 * sum(
+            tensor.numel() for name, tensor in unit.named_parameters() if ".gate." not in name
+        )
+
+
 def test_trained_rows_of_a_tied_embedding_are_refused():
     lora = parse_lora({"r": 2, "target_modules": ["o_proj"], "trainable_token_indices": [3, 5]})
     for is_tied in (False, True):
