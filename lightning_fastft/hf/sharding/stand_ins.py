@@ -87,9 +87,8 @@ def find_masters(unit: FSDPModule) -> list[nn.Parameter]:
     return [
         record.sharded_param
         for group in _groups_of(unit)
-        if group.mp_policy.param_dtype is not None
         for record in group.fsdp_params
-        if record.sharded_param.requires_grad
+        if record.mp_policy.param_dtype is not None and record.sharded_param.requires_grad
     ]
 
 
