@@ -48,8 +48,10 @@ def install(model):
 def test_logits_and_gradients_are_those_of_peft(family, targets):
     model = with_adapters(build_tiny(family, experts="eager"), targets=targets)
     expected = results(model)
+    # One gradient of gpt_oss is in fp32 only comparable to float64.
+    truth = results(copy.deepcopy(model).double()) if family == "gpt_oss" else None
     _, status = install(model)
-    assert_same(results(model), expected)
+    assert_same(results(model), expected, truth)
     assert any(
         grad is not None and grad.abs().sum() > 0
         for name, grad in expected[1].items()
