@@ -58,6 +58,7 @@ FAMILIES = MappingProxyType(
         "qwen3_next": _PLAIN,
         "qwen3_5_text": _PLAIN,
         "qwen3_5_moe_text": _PLAIN,
+        "lara_mini": _PLAIN,
         "olmo_hybrid": _PLAIN,
         "kimi_linear": _WIDE_KEYS,
         "bailing_hybrid": _WIDE_KEYS,

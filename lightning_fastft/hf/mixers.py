@@ -28,6 +28,7 @@ MIXERS = MappingProxyType(
         "qwen3_next": MixerFamily("Qwen3NextGatedDeltaNet", "gated delta rule"),
         "qwen3_5_text": MixerFamily("Qwen3_5GatedDeltaNet", "gated delta rule"),
         "qwen3_5_moe_text": MixerFamily("Qwen3_5MoeGatedDeltaNet", "gated delta rule"),
+        "lara_mini": MixerFamily("LaraMiniGatedDeltaNet", "gated delta rule"),
         "olmo_hybrid": MixerFamily("OlmoHybridGatedDeltaNet", "gated delta rule"),
         "kimi_linear": MixerFamily("KimiLinearDeltaAttention", "Kimi delta attention"),
         "bailing_hybrid": MixerFamily("BailingHybridDeltaAttention", "Kimi delta attention"),

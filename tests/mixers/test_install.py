@@ -27,7 +27,7 @@ from tests.support.training_parts import PlainModule, packed_loader, quiet_train
 from tests.support.truth import relative_error
 
 LENGTHS = (7, 1, 12, 2, 9)
-# transformers 5.17 has no lfm3 and no bailing_hybrid.
+# transformers 5.17 has no lfm3 and no bailing_hybrid, 5.23 no lara_mini.
 NAMES = [name for name, (model_type, _) in HYBRIDS.items() if model_type in CONFIG_MAPPING]
 # One family of each kind of mixer, with jamba, whose layers drop keywords.
 KINDS = ["lfm2", "qwen3_5_text", "kimi_linear", "falcon_h1", "jamba"]

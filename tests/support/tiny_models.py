@@ -259,6 +259,7 @@ HYBRIDS = {
     "qwen3_next": ("qwen3_next", {**_DELTA_NET, **_SHARED_EXPERT}),
     "qwen3_5_text": ("qwen3_5_text", _DELTA_NET),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA_NET, **_SHARED_EXPERT}),
+    "lara_mini": ("lara_mini", {**_DELTA_NET, **_SHARED_EXPERT}),
     "olmo_hybrid": ("olmo_hybrid", _DELTA_NET),
     "kimi_linear": ("kimi_linear", _KIMI),
     "bailing_hybrid": ("bailing_hybrid", _KIMI),
