@@ -22,7 +22,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 TANH_SCALE = math.sqrt(2.0 / math.pi)
 TANH_CUBE = 0.044715
 # torch.clamp passes the gradient of a value on its bound up to torch 2.13, and none since torch 2.14.
-CLAMP_PASSES_BOUND = bool(TorchVersion(torch.__version__) < (2, 14))
+CLAMP_PASSES_BOUND = TorchVersion(torch.__version__) < "2.14"
 
 
 class GateForm(NamedTuple):
