@@ -45,7 +45,7 @@ class FolderWriter:
         self._stager = StateDictStager(pin_memory=self._on_gpu)
         self._is_staged = False
         # The collectives of the thread must not mix with those of the training.
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         # Each thread has its own current device.
         self._thread = ThreadPoolExecutor(1, "fastft-save", functools.partial(_use_device, device))
         self._written: Future[None] | None = None

@@ -50,6 +50,9 @@ _MOST_RECORDINGS = 4
 # recomputed, without the hidden states of all layers. Measured: 1.1 and 1.6 to 2 (results.csv: keep+graphs,
 # recompute+graphs).
 _ROOM_KEPT, _ROOM_RECOMPUTED = 1.25, 2.0
+# What CUDA, torch since 2.13 and torch 2.15 say if the autograd graph of an earlier step accumulates on a stream that
+# is not captured.
+_HELD_GRAPH = ("legacy stream", "stale reference to the default stream", "across the capture boundary")
 
 
 class LayerGraphs:
@@ -282,8 +285,7 @@ class LayerGraphs:
             recording.held += self._memory_of(recording.layer)
             return again
         except RuntimeError as error:
-            # The autograd graph of an earlier step accumulates on the legacy stream, which cannot be captured.
-            is_held = "legacy stream" in str(error)
+            is_held = any(words in str(error) for words in _HELD_GRAPH)
             advice = (
                 "The loss of an earlier step is still referenced with its autograd graph: keep loss.detach()"
                 if is_held

@@ -113,9 +113,10 @@ class Failing(Repeating):
     changed no memory.
     """
 
-    def __init__(self, number):
+    def __init__(self, number, message="operation not permitted when stream is capturing"):
         super().__init__()
         self._numbers = [number]
+        self._message = message
         self.memory = list
 
     def record(self, work):
@@ -125,7 +126,7 @@ class Failing(Repeating):
             work()
             for tensor, value in before:
                 tensor.data.copy_(value)
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise RuntimeError(self._message)
         return super().record(work)
 
 
@@ -153,6 +154,24 @@ def test_who_asks_for_graphs_is_told_where_recording_fails():
     with pytest.raises(
         SwapError, match=r"could not be recorded as a CUDA graph\. Use FusedKernels\(cuda_graphs=False\)"
     ):
+        train(model)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: operation would make the legacy stream depend on a capturing blocking stream",
+        "During CUDA graph capture, autograd node 'torch::autograd::AccumulateGrad' has a stale reference to the default "
+        "stream (stream 0) from warmup. This will invalidate the capture",
+        "During CUDA graph capture, autograd tried to synchronize streams across the capture boundary (leaf stream 0 is "
+        "not capturing but the caller's stream is), which would invalidate the capture.",
+    ],
+    ids=["CUDA", "torch 2.13", "torch 2.15"],
+)
+def test_who_holds_the_loss_of_an_earlier_step_is_told(message):
+    model = build("qwen3", "lora")
+    install(model, recorder=Failing(0, message))
+    with pytest.raises(SwapError, match=r"keep loss\.detach\(\)"):
         train(model)
 
 

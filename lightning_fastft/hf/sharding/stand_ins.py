@@ -2,7 +2,7 @@
 
 FSDP2 asks the local tensor of a weight for what it gathers (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``), but
 only when a unit is used for the first time. A unit that was used before must forget its buffers. Only this file uses
-FSDP2's own records of a unit; it is written for torch 2.11 to 2.13.
+FSDP2's own records of a unit; it is written for torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gather_instead(
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the size of the weights of a unit as FSDP2 gathers them."""
     return sum(
-        _gathered_bytes(record.sharded_param, group.mp_policy.param_dtype)
+        _gathered_bytes(record.sharded_param, record.mp_policy.param_dtype)
         for group in _groups_of(unit)
         for record in group.fsdp_params
     )

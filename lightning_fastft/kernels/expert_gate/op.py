@@ -76,9 +76,10 @@ def gate_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of ``weight[n] * (activation[n] @ W)``, and the recomputed activation.
 
-    The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A clamp
-    passes the gradient of a value on its bound and 0 beyond. The low-rank part of d_act_NF is computed and added in
-    fp32 (float64 for float64), tile by tile, and never stored. Sums have a fixed order, so two calls are bit-equal.
+    The routing weight is applied here: d_act_NF is the gradient of the product without its weight, times W^T. A value
+    on the bound of a clamp has the gradient that the installed torch gives it. The low-rank part of d_act_NF is
+    computed and added in fp32 (float64 for float64), tile by tile, and never stored. Sums have a fixed order, so two
+    calls are bit-equal.
 
     Args:
         d_act_NF: Gradient of the activation, not yet multiplied by weight_N. Shape (N, F); dtype and device of
@@ -102,7 +103,7 @@ def gate_backward(
         FLOP more, and its factor is read once per 16 rows, from the cache if it fits. The reference makes fp32 copies.
 
     Source:
-        The chain rule; torch.clamp's convention at its bounds.
+        The chain rule; on the bounds of a clamp torch.clamp of the installed version (``CLAMP_PASSES_BOUND``).
 
     Example:
         >>> gate_up, d_act, weight = torch.tensor([[0.0, 3.0]]), torch.tensor([[4.0]]), torch.tensor([0.5])

@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.torch_version import TorchVersion
 
 from lightning_fastft.kernels.backends import one_kernel, wide_dtype
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows, quantise_rows
@@ -20,6 +21,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 # tanh-GELU: u = sqrt(2 / pi) * (gate + 0.044715 * gate^3), arXiv 1606.08415.
 TANH_SCALE = math.sqrt(2.0 / math.pi)
 TANH_CUBE = 0.044715
+# torch.clamp passes the gradient of a value on its bound up to torch 2.13, and none since torch 2.14.
+CLAMP_PASSES_BOUND = TorchVersion(torch.__version__) < "2.14"
 
 
 class GateForm(NamedTuple):
@@ -127,9 +130,11 @@ def gate_backward(
     d_gate_NF = d_act_NF * factor_NF * (_share(gate_NF, form) + gate_NF * _share_slope(gate_NF, form))
     d_up_NF = d_act_NF * glu_NF
     if form.activation == "clamped":
-        # torch.clamp passes the gradient of a value on its bound.
-        d_gate_NF = torch.where(raw_gate_NF <= form.limit, d_gate_NF, 0.0)
-        d_up_NF = torch.where(raw_up_NF.abs() <= form.limit, d_up_NF, 0.0)
+        size_NF, limit = raw_up_NF.abs(), form.limit
+        is_gate_inside_NF = raw_gate_NF <= limit if CLAMP_PASSES_BOUND else raw_gate_NF < limit
+        is_up_inside_NF = size_NF <= limit if CLAMP_PASSES_BOUND else size_NF < limit
+        d_gate_NF = torch.where(is_gate_inside_NF, d_gate_NF, 0.0)
+        d_up_NF = torch.where(is_up_inside_NF, d_up_NF, 0.0)
     d_gate_up_NP = torch.empty(gate_up_NP.shape, dtype=dtype, device=gate_up_NP.device)
     d_gate_view_NF, d_up_view_NF = split_columns(d_gate_up_NP, form)
     d_gate_view_NF.copy_(d_gate_NF)

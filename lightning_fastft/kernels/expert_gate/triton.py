@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from lightning_fastft.kernels.expert_gate.reference import (
+    CLAMP_PASSES_BOUND,
     TANH_CUBE,
     TANH_SCALE,
     GateForm,
@@ -43,6 +44,7 @@ _MIN_BLOCK = 16
 # the L2 cache: two programs on each of 132 multiprocessors read 19 MB at a time, for 12,288 columns. Not yet measured.
 WALK_COLUMNS, WALK_WARPS = 4096, 16
 
+_PASSES_BOUND = tl.constexpr(CLAMP_PASSES_BOUND)
 _TANH_SCALE = tl.constexpr(TANH_SCALE)
 _TANH_CUBE = tl.constexpr(TANH_CUBE)
 _SQRT_HALF = tl.constexpr(0.5**0.5)
@@ -96,8 +98,10 @@ def _gate_and_slopes(raw_gate, raw_up, limit, alpha, ACTIVATION: tl.constexpr, I
     gate_slope = factor * (share + gate * share_slope)
     up_slope = glu
     if ACTIVATION == "clamped":
-        gate_slope = tl.where(raw_gate <= limit, gate_slope, 0.0)
-        up_slope = tl.where(tl.abs(raw_up) <= limit, up_slope, 0.0)
+        is_gate_inside = raw_gate <= limit if _PASSES_BOUND else raw_gate < limit
+        is_up_inside = tl.abs(raw_up) <= limit if _PASSES_BOUND else tl.abs(raw_up) < limit
+        gate_slope = tl.where(is_gate_inside, gate_slope, 0.0)
+        up_slope = tl.where(is_up_inside, up_slope, 0.0)
     return glu * factor, gate_slope, up_slope
 
 
