@@ -32,7 +32,7 @@ def attend_layer(
     x_TD: torch.Tensor,
     *,
     shape: torch.Size,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
     mask: Any,
     options: dict[str, Any],
     factor: float,
@@ -46,7 +46,7 @@ def attend_layer(
         parts: Its products and norms.
         x_TD: The residual stream before the layer.
         shape: (B, S, D).
-        angles: cos and sin of the model's rotary embedding.
+        angles: cos and sin of the model's rotary embedding; None for a layer without positions (LaraMini).
         mask: The mask that the decoder layer got.
         options: Further keywords that it got.
         factor: Factor on the output before it is added.
@@ -121,7 +121,7 @@ def _attend_heads(
 def _rope(
     attention: Any,
     layer_form: LayerForm,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
     norms: tuple[Norm | None, Norm | None],
     *,
     rows_TC: torch.Tensor,
@@ -132,11 +132,11 @@ def _rope(
     q_norm = norms[0]
     cos, sin = (
         _angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype)
-        for angle in angles
+        for angle in angles or (rows_TC.new_empty(1, num_tokens, width),) * 2
     )
     has_other_windows = layer_form.rotates_windows_only and attention.sliding_window and not attention.is_sliding
     # Layers without positions (SmolLM3): rotate by an angle of 0.
-    if has_other_windows or not vars(attention).get("use_rope", True):
+    if angles is None or has_other_windows or not vars(attention).get("use_rope", True):
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
     num_gates = num_query_columns if layer_form.has_gated_heads else 0
     form = RopeForm(

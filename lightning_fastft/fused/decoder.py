@@ -178,7 +178,8 @@ def _read_call(layer: Any, x: torch.Tensor, angles: object, options: dict[str, A
             return None
     elif not has_own_mixer(layer, form):
         config = layer.self_attn.config
-        if angles is None or options.get("output_attentions") or getattr(config, "output_attentions", False):
+        asks_for_weights = options.get("output_attentions") or getattr(config, "output_attentions", False)
+        if asks_for_weights or (angles is None and not form.has_layers_without_angles):
             return None
         if config._attn_implementation != ATTENTION_NAME:
             return None

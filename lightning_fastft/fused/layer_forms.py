@@ -28,6 +28,8 @@ class LayerForm(NamedTuple):
             layer's own attribute, if any.
         rotates_windows_only: In a model with sliding windows, layers that attend without one have no rotary embedding
             (EXAONE 4); ``is_sliding`` of the attention layer says which.
+        has_layers_without_angles: Attention layers that get no angles have no positions (LaraMini); in other families
+            the layer's own forward runs then.
         has_softcap: Attention gets the layer's soft cap. Gemma 3 has the attribute and does not use it: False.
         has_half_angles: The model has one angle for each pair of columns (gpt-oss), not one for each rotated column.
         scales_late_queries: Queries beyond the positions of the pretraining are scaled (Ministral 3). Calls with such
@@ -60,6 +62,7 @@ class LayerForm(NamedTuple):
     has_joint_head_norms: bool = False
     has_config_window: bool = False
     rotates_windows_only: bool = False
+    has_layers_without_angles: bool = False
     has_softcap: bool = False
     has_half_angles: bool = False
     scales_late_queries: bool = False
@@ -83,9 +86,8 @@ _GEMMA = _GEMMA_NORM._replace(
     norms=("input_layernorm", "pre_feedforward_layernorm"),
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
 )
-_QWEN3_5 = _GEMMA_NORM._replace(
-    has_gated_heads=True, delta_projections=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-)
+_DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_QWEN3_5 = _GEMMA_NORM._replace(has_gated_heads=True, delta_projections=_DELTA_PROJECTIONS)
 _OLMO = LayerForm(
     is_norm_wide=True,
     norms=(),
@@ -141,6 +143,9 @@ LAYERS = MappingProxyType(
         ),
         "Qwen3_5DecoderLayer": _QWEN3_5._replace(feed_forward=("Qwen3_5MLP",)),
         "Qwen3_5MoeDecoderLayer": _QWEN3_5,
+        "LaraMiniDecoderLayer": LayerForm(
+            is_norm_wide=True, has_layers_without_angles=True, delta_projections=_DELTA_PROJECTIONS
+        ),
         "SmolLM3DecoderLayer": LayerForm(feed_forward=("SmolLM3MLP",)),
         "GemmaDecoderLayer": _GEMMA_NORM._replace(feed_forward=("GemmaMLP",)),
         "Gemma2DecoderLayer": _GEMMA._replace(has_softcap=True, feed_forward=("Gemma2MLP",)),

@@ -65,7 +65,10 @@ def prepare(model, policy, recorder=None):
 
 @pytest.mark.parametrize("packs", [PACKS, RAGGED])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize(("family", "trained"), [("qwen3_5_text", "lora"), ("qwen3_next", "full")])
+@pytest.mark.parametrize(
+    ("family", "trained"),
+    [("qwen3_5_text", "lora"), ("qwen3_next", "full"), *((name, "lora") for name in FAMILIES if name == "lara_mini")],
+)
 def test_steps_are_bit_equal_to_those_without(family, trained, policy, packs, delta_rule_reads_chunks):
     model = build(family, trained)
     plain = copy.deepcopy(model)
