@@ -252,7 +252,8 @@ def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str
     run = f"{model.source.name}: {training}{base}, packs of {num_tokens:,} tokens, documents of {document_tokens:,}"
     if model.optimizer_factory is None:
         return run
-    optimizer = model.optimizer_factory([nn.Parameter(torch.zeros(1))])
+    # A matrix, because Muon takes nothing else.
+    optimizer = model.optimizer_factory([nn.Parameter(torch.zeros(1, 1))])
     if isinstance(optimizer, (FusedAdamW, torch.optim.Adam)):
         return run
     return f"{run}\noptimizer: {type(optimizer).__name__} is not known here; memory and time are those of AdamW"

@@ -130,14 +130,15 @@ def _rope(
     """Return the rotation and the norms that turn projections into heads."""
     width, (num_tokens, num_columns) = int(attention.head_dim), rows_TC.shape
     q_norm = norms[0]
-    cos, sin = (
-        _angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype)
-        for angle in angles or (rows_TC.new_empty(1, num_tokens, width),) * 2
-    )
     has_other_windows = layer_form.rotates_windows_only and attention.sliding_window and not attention.is_sliding
-    # Layers without positions (SmolLM3): rotate by an angle of 0.
     if angles is None or has_other_windows or not vars(attention).get("use_rope", True):
-        cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        # Layers without positions (LaraMini, EXAONE 4, SmolLM3): rotate by an angle of 0.
+        cos, sin = rows_TC.new_ones(num_tokens, width), rows_TC.new_zeros(num_tokens, width)
+    else:
+        cos, sin = (
+            _angle_rows(angle, num_tokens=num_tokens, is_half=layer_form.has_half_angles, dtype=rows_TC.dtype)
+            for angle in angles
+        )
     num_gates = num_query_columns if layer_form.has_gated_heads else 0
     form = RopeForm(
         num_heads=num_query_columns // width,

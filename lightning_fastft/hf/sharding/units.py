@@ -21,7 +21,7 @@ from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_
 from lightning_fastft.hf.lora import adapters_off
 from lightning_fastft.hf.sharding.fillers import Filler
 from lightning_fastft.hf.sharding.towers import give_tower_gradients
-from lightning_fastft.hf.sharding.wide import find_wide_routers, is_wider, short_name
+from lightning_fastft.hf.sharding.wide_routers import find_wide_routers, is_wider, short_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -275,8 +275,8 @@ class _Sharder:
             self._owned.add(owned)
 
     def _cut(self, unit: nn.Module) -> None:
-        routers = [module for module in unit.modules() if id(module) in self._routers]
-        for router in [router for router in routers if not isinstance(router, FSDPModule)]:
+        inside = [module for module in unit.modules() if id(module) in self._routers]
+        for router in (module for module in inside if not isinstance(module, FSDPModule)):
             # Small: gathered once per step, also if the layer is recomputed.
             wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
             fully_shard(router, mesh=self.mesh, mp_policy=wide, reshard_after_forward=False)
