@@ -33,7 +33,7 @@ from lightning_fastft.fused.layer_parts import (
     has_own_mixer,
     read_norm,
 )
-from lightning_fastft.hf.caches import has_cache, without_cache
+from lightning_fastft.hf.caches import has_cache
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.patches.attention import NAME as ATTENTION_NAME
 
@@ -91,7 +91,6 @@ class FusedLayer:
             options |= {"use_cache": use_cache} if use_cache else {}
             options |= {} if per_layer_input is None else {"per_layer_input": per_layer_input}
             return super().forward(hidden_states, **options)  # type: ignore[misc]
-        kwargs = without_cache(kwargs)
         form = vars(layer)[FUSION_ATTRIBUTE].form
         # Outputs are multiplied by it before they are added.
         factor = float(layer.residual_multiplier) if form.has_multiplier else 1.0

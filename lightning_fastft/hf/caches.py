@@ -17,13 +17,3 @@ def has_cache(keywords: Mapping[str, Any]) -> bool:
         (False, True)
     """
     return any(keywords.get(name) is not None for name in CACHE_KEYWORDS)
-
-
-def without_cache(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords without those of a cache.
-
-    Example:
-        >>> without_cache({"cache": None, "use_cache": False})
-        {'use_cache': False}
-    """
-    return {name: value for name, value in keywords.items() if name not in CACHE_KEYWORDS}
