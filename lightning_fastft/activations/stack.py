@@ -81,7 +81,7 @@ class SegmentStack(PlannedStack):
         self.trained_bytes = 0
         # Predicted from shapes, until a step is measured.
         self._predicted: StepCost | None = None
-        self._watch = BudgetWatch(options.vram_budget_bytes) if options.vram_budget_bytes is not None else None
+        self.watch = BudgetWatch(options.vram_budget_bytes) if options.vram_budget_bytes is not None else None
         self.segments[0].on_forward = self.begin_forward
         for segment in self.segments:
             segment.awaits_plan = self._awaits_plan
@@ -351,16 +351,16 @@ class SegmentStack(PlannedStack):
     def _correct_plan(self, device: torch.device) -> None:
         """Plan for less if steps reach the budget."""
         # Ranks that plan together must all plan again, and one rank cannot know that another is at its limit.
-        if self._watch is None or self.plan is None or self.environment.plans_together:
+        if self.watch is None or self.plan is None or self.environment.plans_together:
             return
         meter = self.measurement.meter(device)
-        lowered = self._watch.lowered_bytes(self.plan.prediction.peak_bytes, meter)
+        lowered = self.watch.lowered_bytes(self.plan.prediction.peak_bytes, meter)
         if lowered is None:
             return
         try:
             self._make_plan(device, vram_budget=lowered)
         except OptionError:
-            self._watch.stop()
+            self.watch.stop()
             return
         meter.free_cache()
         self.environment.report(f"activations: steps reached the budget; planned again for {lowered / 2**30:.1f} GiB")
