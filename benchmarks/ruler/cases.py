@@ -308,6 +308,7 @@ class CaseRecorder:
             device_memory_gib=device_memory_gib(is_cuda=self._is_cuda),
             ms=step_ms,
             summary=summary,
+            is_even=is_even,
             peak_gib=peak_gib,
             tokens_per_s=num_tokens / len(timed) / seconds,
             labelled_tokens_per_s=num_labelled / len(timed) / seconds,

@@ -112,6 +112,8 @@ def _pooled(
         return row
     samples = [value for part in parts for value in part["ms"]]
     summary = summarise_ms(samples)
+    # The rate of batches with varying numbers of tokens is that of all steps together, as in a single case.
+    step_ms = summary["median" if all(part.get("is_even", True) for part in parts) else "mean"]
     fresh = [part for part in parts if part.get("is_fresh") and "whole_run_s" in part]
     row.update(
         ms=samples,
@@ -120,8 +122,8 @@ def _pooled(
         calls=[part.get("call", 1) for part in parts],
         all_versions=[part["versions"] for part in parts],
         num_samples=[len(part["ms"]) for part in parts],
-        tokens_per_s=_per_step(parts, "num_tokens") / summary["median"] * 1e3,
-        labelled_tokens_per_s=_per_step(parts, "num_labelled") / summary["median"] * 1e3,
+        tokens_per_s=_per_step(parts, "num_tokens") / step_ms * 1e3,
+        labelled_tokens_per_s=_per_step(parts, "num_labelled") / step_ms * 1e3,
         peak_gib={name: max(part["peak_gib"][name] for part in parts) for name in parts[0]["peak_gib"]},
         pinned_host_gib=max(part["pinned_host_gib"] for part in parts),
         **{name: max((part[name] for part in parts if part.get(name) is not None), default=None) for name in _LARGER},

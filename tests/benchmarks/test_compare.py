@@ -49,6 +49,12 @@ def test_both_halves_are_one_sample():
     assert row["clock_mhz"] == 1980.0
 
 
+def test_batches_with_varying_numbers_of_tokens_have_the_rate_of_all_steps_together():
+    records = [{**record_of(OURS, half=1, n=4), "ms": [100.0, 100.0, 100.0, 500.0]}]
+    rates = [pool([{**records[0], "is_even": is_even}], num_passes=1)[0]["tokens_per_s"] for is_even in (True, False)]
+    assert rates == [pytest.approx(8192 / 0.1), pytest.approx(8192 / 0.2)]
+
+
 @pytest.mark.parametrize(
     ("halves", "reason"),
     [
