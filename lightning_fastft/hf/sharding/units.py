@@ -183,7 +183,8 @@ class _Sharder:
             if parameter is not None
         )
         self._shared = {identity: None for identity, count in places.items() if count > 1}
-        if self.master_dtype is not None:
+        # Adapters on a base in another dtype cast their factors themselves.
+        if self.master_dtype is not None or self.compute_dtype is None:
             found = {inner: find_wide(inner, self.compute_dtype) for _, inner in find_causal_models(model)}
             self._wide = {inner: places for inner, places in found.items() if places}
 

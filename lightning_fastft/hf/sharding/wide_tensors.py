@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.hf.families import decoder_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,28 +41,44 @@ def is_wider(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> bool
 
 
 def find_wide(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> list[Place]:
-    """Return the places of the trained tensors of a model that are wider than compute_dtype.
+    """Return the places of the trained tensors of a model that are wider than their unit computes in.
 
     transformers 5.24 keeps weights of many routers in fp32, and decay rates of linear attention.
+
+    Args:
+        model: Whose decoder layers will be units, and itself one more.
+        compute_dtype: Dtype in which all units compute; None for the narrowest trained dtype of each.
 
     Raises:
         UnsupportedModelError: One is outside of the base model, such as a head in fp32.
     """
+    names = {module: name for name, module in model.named_modules()}
     inside = set() if model.base_model is model else set(model.base_model.modules())
-    found = []
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None or not (parameter.requires_grad and is_wider(parameter, compute_dtype)):
+    wide = []
+    for unit in (*decoder_layers(model), model):
+        places = [
+            Place(module, key)
+            for module in unit.modules()
+            if module in names
+            for key, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        dtypes = {place.parameter.dtype for place in places}
+        dtype = compute_dtype or min(dtypes, key=lambda each: each.itemsize, default=None)
+        for place in places:
+            if not is_wider(place.parameter, dtype):
                 continue
-            if module not in inside:
+            if place.module not in inside:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} keeps {name}.{key} in {short_name(parameter.dtype)} and computes in "
-                    f"{short_name(compute_dtype)}; under FSDP2 tensors outside of {type(model).__name__}."
-                    f"{model.base_model_prefix} have one dtype. Use FineTuner(dtype='float32'), or lora, which keeps "
-                    "that tensor frozen."
+                    f"{type(model).__name__} keeps {names[place.module]}.{place.key} in "
+                    f"{short_name(place.parameter.dtype)} and computes in {short_name(dtype)}; under FSDP2 only "
+                    f"tensors of its base model ({model.base_model_prefix!r}) can be wider. Use "
+                    "FineTuner(dtype='float32'), or lora, which keeps that tensor frozen."
                 )
-            found.append(Place(module, key))
-    return found
+            wide.append(place)
+        for module in unit.modules():
+            names.pop(module, None)
+    return wide
 
 
 def shard_wide(model: PreTrainedModel, places: Sequence[Place], mesh: DeviceMesh) -> None:

@@ -46,7 +46,7 @@ def test_a_weight_that_a_model_keeps_wide_is_read_from_files_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("source_kind", ["random", "files"])
-@pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("family", WIDE)
 def test_trained_tensors_that_a_model_keeps_wide_are_one_unit(family, master_dtype, source_kind, tmp_path):
     source = ModelSource(build_tiny(family).config, init="random")
@@ -57,15 +57,18 @@ def test_trained_tensors_that_a_model_keeps_wide_are_one_unit(family, master_dty
     wide = {name for name, each in whole.named_parameters() if each.requires_grad and each.dtype is torch.float32}
     assert WIDE[family] <= {name.rpartition(".")[2] for name in wide}
     with rank_of_two(1) as mesh:
-        options = {"compute_dtype": torch.bfloat16, "master_dtype": master_dtype}
+        # A user's own module computes in the dtypes of its weights.
+        options = {} if master_dtype is None else {"compute_dtype": torch.bfloat16, "master_dtype": master_dtype}
         model, _ = build_pieces(source, mesh, dtype=torch.bfloat16, **options)
         check_pieces(model, whole, rank=1, dtype=master_dtype)
         assert gathered_bytes(model.model) == 4 * sum(model.get_parameter(name).numel() for name in wide)
         # Other units compute in bf16 and have none of them.
         narrow = [each for name, each in model.named_parameters() if isinstance(each, DTensor) and name not in wide]
         held = sum(gathered_bytes(unit) for unit in (model, *decoder_layers(model)))
-        assert held == 2 * sum(each.numel() for each in narrow)
+        assert held == sum(each.numel() * (2 if each.requires_grad else each.dtype.itemsize) for each in narrow)
         assert type(model.model).__qualname__ == type(whole.model).__qualname__
+        # torch checks the dtypes of all units.
+        model(input_ids=torch.ones(1, 3, dtype=torch.int64))
 
 
 def test_a_sharded_model_records_the_outputs_of_its_routers():
