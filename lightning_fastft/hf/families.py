@@ -241,7 +241,7 @@ def check_servable(model: PreTrainedModel) -> None:
     reason = find_copied_mixer(find_decoder(model), mixer_family(model)) or _find_obstacle(model)
     if reason:
         raise UnsupportedModelError(
-            f"{_own_class(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: "
+            f"{own_class(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: "
             f"{reason}. {ADVICE} Tested families: {', '.join(FAMILIES)}."
         )
 
@@ -292,7 +292,7 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
     """Return an obstacle in the source text of a model; like transformers, read there whether it uses the attention
     interface.
     """
-    kinds = (_own_class(module) for module in _text_modules(decoder))
+    kinds = (own_class(module) for module in _text_modules(decoder))
     for name in sorted({kind.__module__ for kind in kinds if "Attention" in kind.__name__}):
         try:
             source = inspect.getsource(sys.modules[name])
@@ -314,7 +314,7 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
     return ""
 
 
-def _own_class(module: nn.Module) -> type:
+def own_class(module: nn.Module) -> type:
     """Return the class of a module before FSDP2 replaced it by one that is made in torch."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 

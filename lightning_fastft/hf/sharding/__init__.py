@@ -2,5 +2,5 @@
 
 A model, or where it comes from, and a device mesh enter; a model of sharded parameters leaves. ``fillers`` opens a
 model on the meta device and fills it, ``units`` shards it, ``state`` answers questions about a sharded model,
-``stand_ins`` gathers other values in place of weights, ``wide_routers`` finds routers in fp32. Read ``units`` first.
+``stand_ins`` gathers other values in place of weights, ``wide_tensors`` shards tensors in fp32. Read ``units`` first.
 """

@@ -177,8 +177,10 @@ class _FileFiller(Filler):
         for key in keys:
             meta = module._parameters[key]
             assert meta is not None
-            # A master weight gets the value of the file, not one rounded to a narrower dtype.
-            dtype = self.master_dtype if self.master_dtype is not None and meta.requires_grad else meta.dtype
+            dtype = meta.dtype
+            if self.master_dtype is not None and meta.requires_grad:
+                # A master weight gets the value of the file, not one rounded to a narrower dtype.
+                dtype = torch.promote_types(dtype, self.master_dtype)
             real = nn.Parameter(self._read(prefix + key, dtype=dtype), requires_grad=meta.requires_grad)
             # transformers checks this before it initialises a tensor.
             real._is_hf_initialized = True  # type: ignore[attr-defined]

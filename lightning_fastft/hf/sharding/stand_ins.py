@@ -82,13 +82,13 @@ def is_trained(unit: FSDPModule) -> bool:
     return any(record.sharded_param.requires_grad for group in _groups_of(unit) for record in group.fsdp_params)
 
 
-def find_masters(unit: FSDPModule) -> list[nn.Parameter]:
-    """Return the trained weights of a unit that FSDP2 casts to the dtype of the unit when it gathers them."""
+def find_uncast(unit: FSDPModule) -> list[nn.Parameter]:
+    """Return the weights of a unit that FSDP2 gathers in their own dtype."""
     return [
         record.sharded_param
         for group in _groups_of(unit)
         for record in group.fsdp_params
-        if record.mp_policy.param_dtype is not None and record.sharded_param.requires_grad
+        if record.mp_policy.param_dtype is None
     ]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_fastft.hf.sharding.stand_ins import find_masters, is_trained
+from lightning_fastft.hf.sharding.stand_ins import find_uncast, is_trained
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -97,7 +97,10 @@ def gather_state(
     if dtype is None:
         return state
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    masters = {id(parameter) for unit in units for parameter in find_masters(unit)}
-    named = model.named_parameters(remove_duplicate=False)
-    cast_names = {name for name, parameter in named if id(parameter) in masters}
+    uncast = {id(parameter) for unit in units for parameter in find_uncast(unit)}
+    cast_names = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and isinstance(parameter, DTensor) and id(parameter) not in uncast
+    }
     return {name: tensor.to(dtype) if name in cast_names else tensor for name, tensor in state.items()}

@@ -10,7 +10,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
@@ -19,9 +19,10 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_on_interface
 from lightning_fastft.hf.lora import adapters_off
+from lightning_fastft.hf.sharding.class_names import name_class
 from lightning_fastft.hf.sharding.fillers import Filler
 from lightning_fastft.hf.sharding.towers import give_tower_gradients
-from lightning_fastft.hf.sharding.wide_routers import find_wide_routers, is_wider, short_name
+from lightning_fastft.hf.sharding.wide_tensors import Place, find_wide, is_wider, shard_wide, short_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +57,7 @@ def shard_model(
         filler: Fills a model on the meta device.
         compute_dtype: Dtype in which weights are gathered and multiplied, gradients then reduced in fp32; None keeps
             each weight's own. Tensors that a model keeps in a wider dtype on purpose are not cast: frozen ones are not
-            sharded, and trained routers are units of their own.
+            sharded, and trained ones are one more unit.
         master_dtype: Dtype in which trained weights are held; None keeps each weight's own.
         adapters: "replicate" keeps trained LoRA factors whole on every rank if nothing else is trained;
             ``ReplicatedParameters`` averages their gradients. Units of frozen weights then have one dtype and reduce
@@ -69,14 +70,15 @@ def shard_model(
         The number of devices, the units, and the dtypes.
 
     Raises:
-        UnsupportedModelError: There is no language model, nothing fills a tensor, a model keeps a trained tensor
-            outside of routers wider than compute_dtype on purpose, experts are in NF4, ranks cannot own them in equal
-            shares, or the head is tied to an embedding with trained rows.
+        UnsupportedModelError: There is no language model, nothing fills a tensor, a model keeps a trained head wider
+            than compute_dtype on purpose, experts are in NF4, ranks cannot own them in equal shares, or the head is
+            tied to an embedding with trained rows.
         DataError: Weights of the files are not finite.
 
     Cost:
-        Device memory of the finished shards, one whole unit, and the tensors outside of the layers. In training those
-        tensors are gathered from the start of the forward to the end of the backward, a layer while it runs.
+        Device memory of the finished shards, one whole unit, and the tensors that are wider or outside of the layers.
+        In training those tensors are gathered from the start of the forward to the end of the backward, a layer while
+        it runs.
 
     Source:
         Zero redundancy, stage 3: arXiv 1910.02054, through torch's ``fully_shard``.
@@ -159,8 +161,8 @@ class _Sharder:
         self.units: set[int] = set()
         self.replicates_adapters = False
         self.num_replicated = 0
-        # Routers that are units of their own, by id.
-        self._routers: dict[int, nn.Module] = {}
+        # Trained tensors in a wider dtype, by the model whose unit they form.
+        self._wide: dict[PreTrainedModel, list[Place]] = {}
         # Tensors outside of the FSDP units.
         self._whole: set[nn.Parameter] = set()
         self._owned: set[nn.Parameter] = set()
@@ -170,8 +172,8 @@ class _Sharder:
         self._originals: dict[str, nn.Parameter] = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Find the parameters that modules share, and trained routers with tensors wider than the layer computes in.
-        Refuse experts that cannot be sharded as asked, and other such tensors.
+        """Find the parameters that modules share, and trained tensors wider than the layers compute in. Refuse experts
+        that cannot be sharded as asked.
         """
         check_experts(model, num_owners=self.mesh.size(-1) if self.owns_experts else 1)
         places = Counter(
@@ -181,11 +183,10 @@ class _Sharder:
             if parameter is not None
         )
         self._shared = {identity: None for identity, count in places.items() if count > 1}
-        if self.master_dtype is not None:
-            layers = [
-                unit for unit in model.modules() if id(unit) in self.units and not isinstance(unit, PreTrainedModel)
-            ]
-            self._routers = find_wide_routers(model, layers, self.compute_dtype)
+        # Adapters on a base in another dtype cast their factors themselves.
+        if self.master_dtype is not None or self.compute_dtype is None:
+            found = {inner: find_wide(inner, self.compute_dtype) for _, inner in find_causal_models(model)}
+            self._wide = {inner: places for inner, places in found.items() if places}
 
     def visit(self, module: nn.Module, *, prefix: str, owner: PreTrainedModel | None) -> None:
         """Fill and shard the children of module, then module itself."""
@@ -223,10 +224,11 @@ class _Sharder:
         )
         copies = f"{self.mesh.size(0)} copies, each over " if self.mesh.ndim == 2 else ""
         whole = f"; {self.num_replicated:,} adapter weights whole on every device" if self.num_replicated else ""
-        routers = f"; {len(self._routers)} routers in a wider dtype of their own" if self._routers else ""
+        num_wide = sum(map(len, self._wide.values()))
+        wide = f"; {num_wide} weights in a wider dtype of their own are one more unit" if num_wide else ""
         experts = f"; each device owns 1/{self.mesh.size(-1)} of all experts" if self.owns_experts else ""
         return (
-            f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}{whole}{routers}"
+            f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}{whole}{wide}"
             f"{experts}"
         )
 
@@ -275,11 +277,6 @@ class _Sharder:
             self._owned.add(owned)
 
     def _cut(self, unit: nn.Module) -> None:
-        inside = [module for module in unit.modules() if id(module) in self._routers]
-        for router in (module for module in inside if not isinstance(module, FSDPModule)):
-            # Small: gathered once per step, also if the layer is recomputed.
-            wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-            fully_shard(router, mesh=self.mesh, mp_policy=wide, reshard_after_forward=False)
         policy = MixedPrecisionPolicy()
         if self.compute_dtype is not None:
             # Adapters cast their factors themselves. They are gathered in their own dtype, and so their gradients are
@@ -289,7 +286,8 @@ class _Sharder:
                 param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
         # A unit computes in one dtype, so frozen tensors that are wider on purpose are not part of it.
-        own = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
+        wide = {place.parameter for places in self._wide.values() for place in places}
+        own = [each for each in unit.parameters() if not isinstance(each, DTensor) and each not in wide]
         self._whole |= {
             parameter for parameter in own if not parameter.requires_grad and is_wider(parameter, self.compute_dtype)
         }
@@ -301,7 +299,12 @@ class _Sharder:
             if self.master_dtype is not None and parameter.requires_grad:
                 parameter.data = parameter.data.to(self.master_dtype)
             self._disguise(parameter)
-        fully_shard(unit, mesh=self.mesh, mp_policy=policy, ignored_params=self._whole | self._owned or None)
+        fully_shard(unit, mesh=self.mesh, mp_policy=policy, ignored_params=self._whole | self._owned | wide or None)
+        if isinstance(unit, PreTrainedModel):
+            name_class(unit)
+            if unit in self._wide:
+                shard_wide(unit, self._wide[unit], self.mesh)
+                name_class(unit.base_model)
 
     def _disguise(self, parameter: nn.Parameter) -> None:
         """View the bytes of a quantised weight as a floating dtype that is never cast, because FSDP2 of older torch
