@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -21,12 +21,13 @@ from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
 from lightning_fastft.estimate.costs import default_vram_bytes, model_costs, plan_on
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
+from lightning_fastft.estimate.optimizer_cost import is_metered
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.planner.step import Plan
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
-from lightning_fastft.training.optimizer import FusedAdamW
+from lightning_fastft.training.optimization.choice import call_factory
 from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
@@ -231,18 +232,36 @@ def _cost_options(model: Tuner, trainer: Trainer, *, document_tokens: int) -> di
     """Return the options of ``model_costs`` for a tuner's model."""
     from lightning_fastft.hf.dtypes import DTYPES
 
+    has_masters = model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32"
     return {
         "mean_document_tokens": document_tokens,
         "quantization": model.quantization,
         "dtype": DTYPES.get(model.dtype_name, torch.bfloat16),
-        "optimizer": model.optimizer_factory,
-        "has_masters": model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
+        "optimizer": _optimizer_of(model, wants_masters=has_masters),
+        "has_masters": has_masters,
         "lora": model.lora,
         "swaps": swaps_of(trainer),
         "has_reference_pass": _reads_reference(model) and model.reference == ADAPTERS_OFF,
         # The score of a reward model reads one row of each document.
         "label_share": 1 / document_tokens if isinstance(model, RewardTuner) else 1.0,
     }
+
+
+def _optimizer_of(
+    model: Tuner, *, wants_masters: bool
+) -> Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None:
+    """Return the tuner's own optimizer as a run makes it, with its refusals."""
+    if model.optimizer_factory is None:
+        return None
+    assert model.source is not None
+    return functools.partial(
+        call_factory,
+        model.optimizer_factory,
+        learning_rate=model.learning_rate,
+        weight_decay=model.weight_decay,
+        wants_masters=wants_masters,
+        model_name=model.source.name,
+    )
 
 
 def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str:
@@ -254,9 +273,12 @@ def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str
         return run
     # A matrix, because Muon takes nothing else.
     optimizer = model.optimizer_factory([nn.Parameter(torch.zeros(1, 1))])
-    if isinstance(optimizer, (FusedAdamW, torch.optim.Adam)):
-        return run
-    return f"{run}\noptimizer: {type(optimizer).__name__} is not known here; memory and time are those of AdamW"
+    name = type(optimizer).__name__
+    if not is_metered(optimizer):
+        return f"{run}\noptimizer: a step of {name} cannot be simulated here; memory and time are those of AdamW"
+    if getattr(optimizer, "is_paged", False):
+        run += f"\noptimizer: large moments of {name} are counted in host memory, and each step copies them both ways"
+    return run
 
 
 def _describe_origin(options: _Options) -> str:

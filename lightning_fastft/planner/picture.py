@@ -100,10 +100,11 @@ def _draw_memory(prediction: Prediction) -> str:
     rows = ["".join("#" if height >= row else " " for height in heights).rstrip() for row in range(NUM_ROWS, 0, -1)]
     marks = ["peak", *[""] * (NUM_ROWS - 1)]
     kinds = "".join(_kind_of(label for label, _ in column) for column in columns)
+    update = "; o optimizer" if "o" in kinds else ""
     return "\n".join(
         [
             f"device memory over the step, full height {gib(prediction.peak_bytes)}",
-            "(f forward, h head, b backward, one segment after the other)",
+            f"(f forward, h head, b backward, one segment after the other{update})",
             *(f"{mark:>9} |{row}".rstrip() for mark, row in zip(marks, rows)),
             f"{'':>9} +{kinds}",
         ]

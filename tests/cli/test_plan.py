@@ -84,15 +84,45 @@ def test_moments_on_the_host_are_copied_in_each_step(plan):
     assert 22 < there - here < 30
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "lightning_fastft.optim.FusedAdamW"])
-def test_known_optimizers_are_counted_without_a_remark(plan, optimizer):
-    assert "is not known" not in plan("--gpu", "H100", "--model.optimizer", optimizer)
+@pytest.mark.parametrize(
+    "optimizer", ["torch.optim.AdamW", "torch.optim.SGD", "torch.optim.Muon", "lightning_fastft.optim.FusedAdamW"]
+)
+def test_optimizers_whose_step_is_simulated_need_no_remark(plan, optimizer):
+    assert "optimizer:" not in plan("--gpu", "H100", "--model.optimizer", optimizer)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Muon"])
-def test_other_optimizers_are_said_to_be_counted_as_adamw(plan, name):
-    text = plan("--gpu", "H100", "--model.optimizer", f"torch.optim.{name}")
-    assert f"optimizer: {name} is not known here; memory and time are those of AdamW" in text
+def test_the_state_of_the_optimizer_is_planned(plan):
+    pytest.importorskip("bitsandbytes")
+    words = ["--gpu", "H100", "--model.lora", "null", "--model.quantization", "null", "--model.dtype", "bfloat16"]
+    words += ["--allow-import", "bitsandbytes", "--model.optimizer"]
+
+    def recomputed_gib(name):
+        return float(re.search(r"recompute all .* in ([\d.]+) GiB", plan(*words, name))[1])
+
+    plain, wide, narrow, paged = map(
+        recomputed_gib,
+        ("torch.optim.SGD", *(f"bitsandbytes.optim.{name}" for name in ("AdamW", "AdamW8bit", "PagedAdamW"))),
+    )
+    # 157 million weights.
+    num_gib = 0.157e9 / 2**30
+    assert wide - plain == pytest.approx(8 * num_gib, abs=0.11)
+    assert narrow - plain == pytest.approx(2 * num_gib, abs=0.11)
+    assert paged == pytest.approx(plain, abs=0.11)
+
+
+def test_an_optimizer_that_is_counted_otherwise_is_said_to_be(plan):
+    pytest.importorskip("bitsandbytes")
+    words = ["--gpu", "H100", "--allow-import", "bitsandbytes", "--model.optimizer"]
+    text = plan(*words, "bitsandbytes.optim.LAMB")
+    assert "optimizer: a step of LAMB cannot be simulated here; memory and time are those of AdamW" in text
+    text = plan(*words, "bitsandbytes.optim.PagedAdamW8bit")
+    assert "optimizer: large moments of PagedAdamW8bit are counted in host memory" in text
+
+
+def test_an_optimizer_that_refuses_the_parameters_is_refused_as_in_a_run(plan):
+    words = ["--gpu", "H100", "--model.lora", "null", "--model.quantization", "null"]
+    with pytest.raises(OptionError, match="Muon only supports 2D"):
+        plan(*words, "--model.optimizer", "torch.optim.Muon")
 
 
 def test_a_folder_that_is_missing_is_named(folder):

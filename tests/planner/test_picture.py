@@ -50,6 +50,15 @@ def test_the_picture_of_a_small_step():
     assert render_plan(cost, plan) == PICTURE
 
 
+def test_the_step_of_an_optimizer_with_transient_memory_is_drawn():
+    cost = plain_step(4, base_bytes=GB)._replace(update_peak_bytes=GB)
+    segments = uniform_plan(4, "keep")
+    text = render_plan(cost, Plan(segments, predict(cost, segments, machine=MACHINE), ()))
+    assert "one segment after the other; o optimizer)" in text
+    assert "          +ffffhbbbbo\n" in text
+    assert "     peak |         #\n" in text
+
+
 def test_the_picture_of_64_layers_keeps_its_width():
     cost = qwen3_14b(num_layers=64)
     text = render_plan(cost, make_plan(cost, vram_budget_bytes=50 * GB, host_budget_bytes=100 * GB, machine=H200))
