@@ -2,9 +2,10 @@ r"""Compare the predictions of ``fastft plan`` with every measured step of one G
 
     python -m benchmarks.plan_error
 
-No GPU. Each row is predicted from published rates and the shares of them that kernels reach
-(lightning_fastft/estimate), with the options of its run. Three constants there come from the rows marked "used": the
-host time per kernel, and the bandwidth of element-wise operators of PyTorch and of fla-core's kernels. The last column
+No GPU, and bitsandbytes is needed. Each row is predicted from published rates and the shares of them that kernels reach
+(lightning_fastft/estimate), with the options of its run. Five constants there come from the rows marked "used": the
+host time per kernel, the bandwidth of element-wise operators of PyTorch and of fla-core's kernels, and both for the
+optimizers of bitsandbytes. The last column
 names options of the run that the estimate does not know. The last lines count the rows within 10 %: of all, of those
 without such options, of these without used rows, and of the newest of these for each setting and kind of GPU, because
 older rows measured older code.
@@ -20,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from bitsandbytes.optim import AdamW8bit
 
 from benchmarks.cluster_model import DEFAULT_HOST_GIB, DOCUMENT_TOKENS, Row, count_within
 from benchmarks.results import RESULTS_PATH
@@ -38,16 +41,20 @@ _SYSTEM = re.compile(
     r"( A/A)?(, (?P<optimizer>\w+))?"
 )
 _GIB = 2**30
-# Rows from which the constants in estimate/costs.py and metering.py were fitted.
+# Rows from which the constants in estimate/costs.py, metering.py and optimizer_cost.py were fitted.
 USED = {
     ("2026-11-20", "qwen3-0.6b-lora, packed, labels 100%", "ours keep, adamw_8bit"),
     ("2026-11-20", "qwen3-14b-qlora, packed, labels 100%", "ours keep, adamw_8bit"),
     ("2026-11-22", "qwen3-0.6b-lora, packed, labels 100%", "ours keep+fused, adamw_fused"),
     ("2026-11-22", "qwen3-0.6b-lora, packed, 8192 tokens per GPU, keep+fused", "ours keep+fused"),
+    ("2026-11-29", "qwen3-8b-full, packed, labels 100%", "ours keep+fused, adamw_8bit"),
+    ("2026-11-29", "qwen3-8b-qlora, packed, labels 100%", "ours auto=8:64+fused, adamw_8bit"),
     ("2026-11-24", "qwen3.5-9b-usual-lora, packed, labels 100%", "ours keep+fused, adamw_fused"),
 }
 # Options of a run that the estimate does not know.
 UNKNOWN = {"liger": "fused kernels of Liger"}
+# Others are AdamW with moments in the dtype of the weights, fp32 of adapters.
+_OPTIMIZERS = {"adamw_8bit": AdamW8bit, "adamw_fused_8bit": functools.partial(FusedAdamW, optim_bits=8)}
 
 
 def main() -> int:
@@ -148,7 +155,7 @@ def _meter(
         mean_document_tokens=min(mean, num_tokens),
         quantization=None if workload.is_full else workload.quantization,
         lora=lora_config(workload),
-        optimizer=functools.partial(FusedAdamW, optim_bits=8) if optimizer.endswith("8bit") else None,
+        optimizer=_OPTIMIZERS.get(optimizer),
         swaps=swaps,
         label_share=label_share,
     )
@@ -202,10 +209,7 @@ def _predict(workload: str, match: re.Match[str], gpu: Gpu, *, num_tokens: int) 
 def _unknown(workload: str, match: re.Match[str]) -> str:
     """Return the options of the run that the estimate does not know."""
     parts = match["parts"]
-    unknown = [text for part, text in UNKNOWN.items() if f"+{part}" in parts]
-    if match["optimizer"] == "adamw_8bit":
-        unknown.append("an optimizer of one launch per tensor")
-    return "; ".join(unknown)
+    return "; ".join(text for part, text in UNKNOWN.items() if f"+{part}" in parts)
 
 
 if __name__ == "__main__":

@@ -192,9 +192,9 @@ def _describe_hybrids() -> list[str]:
         "attention and of Mamba-2 is not measured. On an H100, outputs and gradients of a pack in fp32 differ from",
         "those of each document alone by at most 1.2e-4 (`pytest tests/gpu/test_mixers_gpu.py`). There fla-core's",
         "kernels multiply fp32 as TF32x3; with plain TF32, Triton's default, the error was up to 1.2 %.\n",
-        "`fastft plan` and `fastft init` predict steps of short convolutions, gated delta rules and Mamba-2 without a",
-        "GPU; `python -m benchmarks.plan_error` compares the predictions for Qwen3.5 with its measured rows. With the",
-        "other two mixers the plan is made on the GPU only, from measured steps.\n",
+        "`fastft plan` and `fastft init` predict steps of these mixers without a GPU, except Mamba, which has no GPU",
+        "kernel; `python -m benchmarks.plan_error` compares the predictions for Qwen3.5 with its measured rows.",
+        "Kimi delta attention is counted at the speed of the gated delta rule, and Mamba-2 by its bytes.\n",
         "| mixer | families | CPU | GPU |",
         "|---|---|---|---|",
         *(

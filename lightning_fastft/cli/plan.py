@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -19,14 +19,15 @@ from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
-from lightning_fastft.estimate.costs import default_vram_bytes, model_costs, plan_on
+from lightning_fastft.estimate.costs import MeteredStep, default_vram_bytes, meter_step, plan_on
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
+from lightning_fastft.estimate.optimizer_cost import is_metered
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
-from lightning_fastft.planner.step import Plan
+from lightning_fastft.planner.step import Plan, Prediction, gib
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
-from lightning_fastft.training.optimizer import FusedAdamW
+from lightning_fastft.training.optimization.choice import call_factory
 from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
@@ -118,40 +119,59 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
     plan_in = functools.partial(_plan_in_tiles, options, model.source, cost_options, num_tokens=num_tokens)
     num_tiles: int = cost_options["swaps"].mlp_tiles
     try:
-        cost, plan = plan_in(num_tiles)
+        metered, cost, plan = plan_in(num_tiles)
     except OptionError as error:
         checkpointing = getattr(trainer.strategy, "checkpointing", None)
         if checkpointing is None or not checkpointing.options.may_tile:
             raise
         num_tiles = AUTO_TILES
         try:
-            cost, plan = plan_in(num_tiles)
+            metered, cost, plan = plan_in(num_tiles)
         except FastFTError:
             # Tiles are not enough, or no layer has a block that could run in them.
             raise error from None
     vram_bytes = options.vram_bytes or default_vram_bytes(gpu, cost)
+    describe = functools.partial(_describe_end, num_tokens=num_tokens, vram_bytes=vram_bytes)
+    ends = {
+        f"{kind} all": predict(cost, uniform_plan(len(cost.segments), kind), machine=gpu.machine)
+        for kind in ("recompute", "keep")
+    }
     lines = [
         *([f"feed-forward blocks: {num_tiles} tiles"] if num_tiles > 1 else []),
         *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
+        *(["reference: one more forward, with the adapters off, counts as head"] if metered.has_reference_pass else []),
         f"{gpu.name}: {_describe_origin(options)}",
-        f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything, {options.host_bytes / _GIB:.1f} GiB of "
-        "pinned host memory",
+        f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything (--vram-gib), "
+        f"{options.host_bytes / _GIB:.1f} GiB of host memory (--host-gib)",
+        *_describe_resident(metered, gpu, num_packs=trainer.accumulate_grad_batches),
         "",
         render_plan(cost, plan),
         "",
-        *(_describe_end(cost, kind, gpu=gpu, num_tokens=num_tokens) for kind in ("recompute", "keep")),
-        f"{'this plan':<15} {num_tokens / plan.prediction.step_ms * 1e3:>9,.0f} tokens/s",
+        *(describe(name, prediction) for name, prediction in {**ends, "this plan": plan.prediction}.items()),
     ]
     return "\n".join(lines)
 
 
 def _plan_in_tiles(
     options: _Options, source: ModelSource, cost_options: Mapping[str, Any], num_tiles: int, *, num_tokens: int
-) -> tuple[StepCost, Plan]:
-    """Return the costs and the plan with this number of tiles of feed-forward blocks."""
+) -> tuple[MeteredStep, StepCost, Plan]:
+    """Return the step, its costs and the plan with this number of tiles of feed-forward blocks."""
     swaps = cost_options["swaps"]._replace(mlp_tiles=num_tiles)
-    cost = model_costs(source, num_tokens=num_tokens, machine=options.gpu, **{**cost_options, "swaps": swaps})
-    return cost, plan_on(options.gpu, cost, vram_budget_bytes=options.vram_bytes, host_budget_bytes=options.host_bytes)
+    metered = meter_step(source, num_tokens=num_tokens, **{**cost_options, "swaps": swaps})
+    cost = metered.costs_on(options.gpu)
+    moments_bytes = metered.optimizer.copied_bytes
+    if moments_bytes > options.host_bytes:
+        raise OptionError(
+            f"The optimizer keeps {moments_bytes / _GIB:.1f} GiB of moments in host memory, and --host-gib is "
+            f"{options.host_bytes / _GIB:.1f}. Give a larger --host-gib, or an optimizer with smaller moments."
+        )
+    plan = plan_on(
+        options.gpu,
+        cost,
+        vram_budget_bytes=options.vram_bytes,
+        host_budget_bytes=options.host_bytes - moments_bytes,
+    )
+    return metered, cost, plan
 
 
 def _read_options(words: Sequence[str]) -> tuple[_Options, list[str]]:
@@ -231,18 +251,36 @@ def _cost_options(model: Tuner, trainer: Trainer, *, document_tokens: int) -> di
     """Return the options of ``model_costs`` for a tuner's model."""
     from lightning_fastft.hf.dtypes import DTYPES
 
+    has_masters = model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32"
     return {
         "mean_document_tokens": document_tokens,
         "quantization": model.quantization,
         "dtype": DTYPES.get(model.dtype_name, torch.bfloat16),
-        "optimizer": model.optimizer_factory,
-        "has_masters": model.lora is None and model.master_dtype_name == "float32" and model.dtype_name != "float32",
+        "optimizer": _optimizer_of(model, wants_masters=has_masters),
+        "has_masters": has_masters,
         "lora": model.lora,
         "swaps": swaps_of(trainer),
         "has_reference_pass": _reads_reference(model) and model.reference == ADAPTERS_OFF,
         # The score of a reward model reads one row of each document.
         "label_share": 1 / document_tokens if isinstance(model, RewardTuner) else 1.0,
     }
+
+
+def _optimizer_of(
+    model: Tuner, *, wants_masters: bool
+) -> Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None:
+    """Return the tuner's own optimizer as a run makes it, with its refusals."""
+    if model.optimizer_factory is None:
+        return None
+    assert model.source is not None
+    return functools.partial(
+        call_factory,
+        model.optimizer_factory,
+        learning_rate=model.learning_rate,
+        weight_decay=model.weight_decay,
+        wants_masters=wants_masters,
+        model_name=model.source.name,
+    )
 
 
 def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str:
@@ -254,9 +292,10 @@ def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str
         return run
     # A matrix, because Muon takes nothing else.
     optimizer = model.optimizer_factory([nn.Parameter(torch.zeros(1, 1))])
-    if isinstance(optimizer, (FusedAdamW, torch.optim.Adam)):
-        return run
-    return f"{run}\noptimizer: {type(optimizer).__name__} is not known here; memory and time are those of AdamW"
+    name = type(optimizer).__name__
+    if not is_metered(optimizer):
+        return f"{run}\noptimizer: a step of {name} cannot be simulated here; memory and time are those of AdamW"
+    return run
 
 
 def _describe_origin(options: _Options) -> str:
@@ -265,10 +304,23 @@ def _describe_origin(options: _Options) -> str:
     return f"the local GPU, by its published rates ({options.gpu.source}); a run measures its first steps instead"
 
 
-def _describe_end(cost: StepCost, kind: str, *, gpu: Gpu, num_tokens: int) -> str:
-    prediction = predict(cost, uniform_plan(len(cost.segments), kind), machine=gpu.machine)
-    speed = num_tokens / prediction.step_ms * 1e3
+def _describe_resident(metered: MeteredStep, gpu: Gpu, *, num_packs: int) -> list[str]:
+    """Return lines with what the step holds beside activations, and with the time of the optimizer's step."""
+    optimizer = metered.optimizer
+    copied = optimizer.copied_bytes
+    copies = f", which copies {gib(copied)} of moments from host memory and back" if copied else ""
+    share = f"; a run makes it once in {num_packs} packs, and the figures below in each" if num_packs > 1 else ""
+    return [
+        f"weights, gradients and optimizer: {gib(metered.held_bytes)}, of which {gib(optimizer.state_bytes)} "
+        "are optimizer state",
+        f"step of the optimizer: {optimizer.ms_on(gpu):,.1f} ms{copies}{share}",
+    ]
+
+
+def _describe_end(name: str, prediction: Prediction, *, num_tokens: int, vram_bytes: int) -> str:
+    is_over = prediction.peak_bytes > vram_bytes
     return (
-        f"{kind + ' all':<15} {speed:>9,.0f} tokens/s in {prediction.peak_bytes / _GIB:.1f} GiB, "
-        f"{prediction.step_ms:,.0f} ms a pack"
+        f"{name:<15} {num_tokens / prediction.step_ms * 1e3:>9,.0f} tokens/s in "
+        f"{prediction.peak_bytes / _GIB:.1f} GiB, {prediction.step_ms:,.0f} ms a pack"
+        f"{' (more than the budget)' if is_over else ''}"
     )

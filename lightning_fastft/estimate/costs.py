@@ -36,6 +36,7 @@ from lightning_fastft.estimate.meta_model import (
     quantise_on_meta,
 )
 from lightning_fastft.estimate.metering import Meter, MeteredDevice
+from lightning_fastft.estimate.optimizer_cost import OptimizerCost, meter_optimizer
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.low_precision_adapters import copies_in
 from lightning_fastft.hf.families import decoder_layers
@@ -50,13 +51,11 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 # Host time per kernel, Python included, of transformers' layers and of fused ones, which launch fewer: fitted to
-# Qwen3-0.6B LoRA, all kept, which is launch-bound. 265 ms; and 170 ms, the 209 ms of fused layers (mean of two rows) on
-# the same host times 190 / 234, by which one H100 has grown faster since (CHANGELOG.md). That code launched 15 % more
-# kernels than this one, whose step is predicted at 148 ms. Another host may be several times faster.
-_HOST_MS_PER_KERNEL, _HOST_MS_FUSED = 0.0458, 0.0978
-# Bytes that AdamW and clipping move per byte of a trained tensor: the gradient twice, weight and moments in and out,
-# and low-precision copies of adapters.
-_OPTIMIZER_PASSES = 10
+# Qwen3-0.6B LoRA, all kept, which is launch-bound. 265 ms, 37 of them in the optimizer; and 170 ms, the 209 ms of fused
+# layers (mean of two rows) on the same host times 190 / 234, by which one H100 has grown faster since (CHANGELOG.md).
+# That code launched 15 % more kernels than this one, whose step is predicted at 148 ms. Another host may be several
+# times faster.
+_HOST_MS_PER_KERNEL, _HOST_MS_FUSED = 0.0391, 0.0978
 
 
 class MeteredStep(NamedTuple):
@@ -68,8 +67,7 @@ class MeteredStep(NamedTuple):
         weight_bytes: Frozen weights of each decoder layer.
         held_bytes: Weights, what layers hold beside them, gradients and optimizer.
         buffer_bytes: Buffers of the model.
-        trained_bytes: Trained tensors.
-        copied_bytes: Moments on the host, which a step copies to the device and back.
+        optimizer: Costs of the optimizer's step.
         ends: As in ``StepCost``.
         is_graphed: ``Swaps.is_graphed``.
         has_reference_pass: As in ``meter_step``.
@@ -80,8 +78,7 @@ class MeteredStep(NamedTuple):
     weight_bytes: list[int]
     held_bytes: int
     buffer_bytes: int
-    trained_bytes: int
-    copied_bytes: int
+    optimizer: OptimizerCost
     ends: EndBytes
     is_graphed: bool | str
     has_reference_pass: bool
@@ -92,10 +89,6 @@ class MeteredStep(NamedTuple):
         segments = tuple(
             segment._replace(weight_bytes=num_bytes) for segment, num_bytes in zip(cost.segments, self.weight_bytes)
         )
-        link, optimizer_ms = machine.machine, _OPTIMIZER_PASSES * self.trained_bytes / machine.reached_bytes_per_s * 1e3
-        if not link.is_unified:
-            copies_ms = self.copied_bytes / min(link.d2h_bytes_per_s, link.h2d_bytes_per_s) * 1e3
-            optimizer_ms = max(optimizer_ms, copies_ms)
         # The head's forward has a third of its products.
         reference_ms = sum(segment.forward_ms for segment in segments) + cost.head_ms / 3
         shared_bytes = cost.base_bytes + self.buffer_bytes
@@ -105,9 +98,10 @@ class MeteredStep(NamedTuple):
             segments=segments,
             base_bytes=shared_bytes + self.held_bytes,
             head_ms=cost.head_ms + (reference_ms if self.has_reference_pass else 0.0),
-            other_ms=optimizer_ms,
+            other_ms=self.optimizer.ms_on(machine),
             ends=self.ends,
             shared_bytes=shared_bytes,
+            update_peak_bytes=self.optimizer.peak_bytes,
         )
 
 
@@ -148,8 +142,8 @@ def meter_step(
         lora: Adapters of a frozen base, or the rank of adapters on every linear layer; None trains every weight.
         dtype: Dtype of weights and arithmetic.
         has_masters: Whether fp32 masters of trained weights are held beside weights of lower precision.
-        optimizer: Returns the optimizer, whose ``state_bytes`` then count instead of two moments in fp32 (of adapters)
-            or in the dtype of the weights, and whose ``host_bytes`` are copied.
+        optimizer: As in ``meter_optimizer``; None for AdamW with moments in fp32 (of adapters and masters) or in the
+            dtype of the weights.
         swaps: Callbacks of the run; None for the default ones of ``Swaps``.
         label_share: Share of the tokens that is labelled; the head computes only these.
         has_reference_pass: Whether the step also runs the pack forward without adapters, for a reference.
@@ -174,31 +168,26 @@ def meter_step(
         quantise_on_meta(base, dtype=dtype)
     if lora is not None:
         add_adapters_on_meta(base, lora)
-    own_bytes: Callable[[nn.Parameter], int] | None = None
-    copied_bytes = 0
-    if optimizer is not None:
-        given = optimizer([parameter for parameter in base.parameters() if parameter.requires_grad])
-        own_bytes, copied_bytes = getattr(given, "state_bytes", None), getattr(given, "host_bytes", int)()
     layers = decoder_layers(base)
     batch = make_batch(num_tokens, document_tokens=mean_document_tokens, label_share=label_share)
     with first_layers(base) as places:
         metered = _meter_layers(base, batch, document_tokens=mean_document_tokens, swaps=swaps)
     trained = [parameter for parameter in base.parameters() if parameter.requires_grad]
-    if own_bytes is None:
-        # Adapters and masters have moments in fp32, other weights in their dtype.
-        per_weight = 12 if has_masters and lora is None else 8 if lora is not None else 2 * dtype.itemsize
-        own_bytes = functools.partial(_moments, per_weight=per_weight)
+    # Adapters and masters have moments in fp32, other weights in their dtype.
+    per_weight = 8 if lora is not None else 12 if has_masters else 2 * dtype.itemsize
+    update = meter_optimizer(
+        optimizer, trained, default_state_bytes=per_weight * sum(parameter.numel() for parameter in trained)
+    )
     held_bytes = sum(metered.held_bytes[place] for place in places) + sum(map(_num_bytes, _weights_of(base)))
     # Lightning frees the gradients of a step between the forward and the backward of the next one.
-    held_bytes += sum(_num_bytes(parameter) + own_bytes(parameter) for parameter in trained)
+    held_bytes += sum(map(_num_bytes, trained)) + update.state_bytes
     return MeteredStep(
         metered,
         places,
         weight_bytes=[frozen_bytes(layer) for layer in layers],
         held_bytes=held_bytes,
         buffer_bytes=sum(map(_num_bytes, base.buffers())),
-        trained_bytes=sum(map(_num_bytes, trained)),
-        copied_bytes=copied_bytes,
+        optimizer=update,
         ends=movable_bytes(base),
         is_graphed=swaps.is_graphed,
         has_reference_pass=has_reference_pass,
@@ -386,10 +375,6 @@ def _held_tensors(layer: nn.Module) -> list[torch.Tensor]:
     """Return what a layer holds beside its weights: low-precision copies of adapters, and weights in fp8."""
     weights = vars(layer).get(FP8_ATTRIBUTE, ())
     return [*copies_in(layer), *(tensor for weight in weights for tensor in weight.memory()), *held_memory(layer)]
-
-
-def _moments(parameter: nn.Parameter, *, per_weight: int) -> int:
-    return parameter.numel() * per_weight
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

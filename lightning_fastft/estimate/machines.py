@@ -113,7 +113,7 @@ GPUS = (
         139 * _GIB,
         _PCIE_5,
         False,
-        "nvidia.com/en-us/data-center/h200 (SXM); shares measured",
+        "nvidia.com/en-us/data-center/h200 (SXM), times the shares of them measured there",
         is_measured=True,
         nvlink_bytes_per_s=_NVLINK_4,
     ),

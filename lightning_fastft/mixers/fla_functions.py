@@ -37,6 +37,7 @@ def _load_fla() -> SimpleNamespace:
     from fla.modules.norm import l2norm
     from fla.ops.common import chunk_delta_h, chunk_o
     from fla.ops.gated_delta_rule import chunk_fwd, wy_fast
+    from fla.ops.kda import chunk_kda
     from fla.ops.utils import chunk_local_cumsum, constant
 
     return SimpleNamespace(
@@ -47,6 +48,7 @@ def _load_fla() -> SimpleNamespace:
         chunk_gated_delta_rule_bwd_dhu=chunk_delta_h.chunk_gated_delta_rule_bwd_dhu,
         chunk_gated_delta_rule_fwd_h=chunk_delta_h.chunk_gated_delta_rule_fwd_h,
         chunk_gated_delta_rule_fwd_intra=chunk_fwd.chunk_gated_delta_rule_fwd_intra,
+        chunk_kda=chunk_kda,
         chunk_local_cumsum=chunk_local_cumsum,
         l2norm=l2norm.l2norm,
         prepare_wy_repr_bwd=wy_fast.prepare_wy_repr_bwd,
@@ -135,6 +137,84 @@ class _Rows(torch.autograd.Function):
         return fla_kernel((x, d_out), (torch.empty_like(x),))[0], *d_weights
 
 
+def _kimi_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool,
+    use_graph: bool,
+) -> tuple[torch.Tensor, None]:
+    # In graph mode there is space for the largest possible number of chunks.
+    num_chunks = -(-q.shape[1] // CHUNK) + len(cu_seqlens) - 2
+    return _KimiRule.apply(q, k, v, g, beta, num_chunks, use_qk_l2norm_in_kernel), None
+
+
+class _KimiRule(torch.autograd.Function):
+    """Kimi delta attention. Saves normed queries and keys, the other inputs, summed decays, two products per chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        num_chunks: int,
+        has_norms: bool,
+    ) -> torch.Tensor:
+        ctx.num_chunks, ctx.has_norms = num_chunks, has_norms
+        if has_norms:
+            q, k = (fla_kernel(x, (torch.empty_like(x),))[0] for x in (q, k))
+        decay = _sum_decays(g)
+        products = (k.new_empty(*k.shape[:3], CHUNK) for _ in range(2))
+        w, u, scaled_k, met, inverse = fla_kernel(
+            (q, k, v, decay, beta), (*map(torch.empty_like, (k, v, k)), *products)
+        )
+        state, value = _kimi_states(scaled_k, w, u, decay, num_chunks=num_chunks)
+        ctx.save_for_backward(q, k, v, g, decay, beta, met, inverse)
+        out: torch.Tensor = fla_kernel((q, value, decay, met, state), (torch.empty_like(v),))[0]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, g, decay, beta, met, inverse = ctx.saved_tensors
+        rebuilt = fla_kernel((q, k, v, beta, inverse, decay), tuple(map(torch.empty_like, (k, v, q, k))))
+        w, u, scaled_q, scaled_k = rebuilt
+        state, value = _kimi_states(scaled_k, w, u, decay, num_chunks=ctx.num_chunks)
+        d_met, d_value = fla_kernel((q, value, d_out, met), (_wide(met), torch.empty_like(d_out)))
+        d_state, d_value = fla_kernel(
+            (scaled_q, scaled_k, w, decay, d_out, d_value), (torch.empty_like(state), torch.empty_like(d_value))
+        )
+        *grads, d_inverse, d_v = fla_kernel(
+            (q, k, v, value, decay, beta, inverse, state, d_out, d_state, d_value),
+            (*map(_wide, (q, k, decay, beta, inverse)), torch.empty_like(v)),
+        )
+        del rebuilt, w, u, scaled_q, scaled_k, state, value, d_state, d_value
+        d_q, d_k, d_decay, d_beta = fla_kernel(
+            (q, k, decay, beta, d_met, d_inverse, *grads), tuple(map(_wide, (q, k, decay, beta)))
+        )
+        del grads
+        d_g = _sum_decays(d_decay)
+        if ctx.has_norms:
+            d_q, d_k = (fla_kernel((x, d_x), (torch.empty_like(d_x),))[0] for x, d_x in ((q, d_q), (k, d_k)))
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v, d_g.to(g.dtype), d_beta.to(beta.dtype), None, None
+
+
+def _kimi_states(k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, decay: torch.Tensor, *, num_chunks: int) -> Tensors:
+    state = k.new_empty(1, num_chunks, *k.shape[2:], u.shape[3])
+    return fla_kernel((k, w, u, decay), (state, torch.empty_like(u)))
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, dtype=torch.float32)
+
+
 _SHAPES = SimpleNamespace(
     RCP_LN2=1 / math.log(2),
     causal_conv1d=_convolve,
@@ -143,6 +223,7 @@ _SHAPES = SimpleNamespace(
     chunk_gated_delta_rule_bwd_dhu=_state_gradients,
     chunk_gated_delta_rule_fwd_h=_run_states,
     chunk_gated_delta_rule_fwd_intra=_solve_chunks,
+    chunk_kda=_kimi_rule,
     chunk_local_cumsum=_sum_decays,
     l2norm=_norm,
     prepare_wy_repr_bwd=_row_gradients,

@@ -40,15 +40,13 @@ def find_kernels(family: MixerFamily, *, is_meta: bool = False) -> dict[str, Cal
         is_meta: For tensors on the meta device, where the kernels return shapes and fla-core is not needed.
 
     Raises:
-        UnsupportedModelError: The kind has no GPU kernel, or none on the meta device, or fla-core is not installed.
+        UnsupportedModelError: The kind has no GPU kernel, or fla-core is not installed.
     """
     if family.kind not in _FUNCTIONS:
         raise UnsupportedModelError(
             f"{family.class_name} ({family.kind}) has no GPU kernel yet, which packed documents need. {ADVICE}"
         )
     if is_meta:
-        if family.kind == "Kimi delta attention":
-            raise UnsupportedModelError(f"The kernels of {family.kind} run on a GPU only.")
         return _FUNCTIONS[family.kind]
     try:
         import fla.modules.causal_conv1d
@@ -180,9 +178,7 @@ def _delta_attention(
         No host sync: in its graph mode ``chunk_kda`` finds the chunks on the device, with space for the largest
         possible number. Otherwise it reads their number on the host.
     """
-    from fla.ops.kda import chunk_kda
-
-    out_1THW, _ = chunk_kda(
+    out_1THW, _ = fla_functions(query_1THW.device).chunk_kda(
         query_1THW,
         key_1THW,
         value_1THW,

@@ -34,7 +34,7 @@ def describe_plan(plan: Plan) -> list[str]:
     numbers: dict[SegmentPlan, list[int]] = {}
     for number, segment in enumerate(plan.segments):
         numbers.setdefault(segment, []).append(number)
-    lines = [f"{'segments':<{_NUMBERS_WIDTH}}treatment of their activations"]
+    lines = [f"{'layers':<{_NUMBERS_WIDTH}}treatment of their activations"]
     for segment, found in numbers.items():
         first = f"{_ranges(found):<{_NUMBERS_WIDTH}}"
         lines += wrap(
@@ -79,7 +79,7 @@ def _describe_prediction(cost: StepCost, prediction: Prediction) -> str:
     lines = [
         f"predicted peak    {gib(prediction.peak_bytes)}",
         f"predicted step    {prediction.step_ms:,.1f} ms, {max(0.0, computed - cost.least_ms):,.1f} of it recomputed",
-        f"exposed copies    {prediction.exposed_ms:,.1f} ms",
+        f"waits for copies  {prediction.exposed_ms:,.1f} ms",
         f"host memory       {gib(prediction.host_bytes)} pinned, staging slots of "
         f"{prediction.staging_bytes / _MIB:,.0f} MiB",
     ]
@@ -100,10 +100,11 @@ def _draw_memory(prediction: Prediction) -> str:
     rows = ["".join("#" if height >= row else " " for height in heights).rstrip() for row in range(NUM_ROWS, 0, -1)]
     marks = ["peak", *[""] * (NUM_ROWS - 1)]
     kinds = "".join(_kind_of(label for label, _ in column) for column in columns)
+    update = "; o optimizer" if "o" in kinds else ""
     return "\n".join(
         [
             f"device memory over the step, full height {gib(prediction.peak_bytes)}",
-            "(f forward, h head, b backward, one segment after the other)",
+            f"(f forward, h head, b backward, one layer after the other{update})",
             *(f"{mark:>9} |{row}".rstrip() for mark, row in zip(marks, rows)),
             f"{'':>9} +{kinds}",
         ]
@@ -122,8 +123,8 @@ def _draw_streams(prediction: Prediction) -> str:
     for interval in prediction.streams:
         streams[interval.stream].append(interval)
     lines = [
-        f"streams over time, one character is {slice_ms:.2f} ms",
-        "(compute: f h b as above, o other, . waiting; copies: . none, - some, = half or more, # all of it)",
+        f"streams over time, one character is {slice_ms:.2f} ms; d2h copies to the host, h2d back",
+        "(compute: f h b as above, o optimizer and others, . waiting; copies: . none, - some, = half, # all)",
     ]
     for stream, intervals in streams.items():
         shares = _shares(intervals, slice_ms)

@@ -55,7 +55,7 @@ def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine
     prediction = model.simulate(footprint, intervals)
     intervals.sort(key=lambda interval: (interval.start_ms, interval.end_ms, interval.stream))
     forwards, backwards = model.labels
-    labels = [*forwards, "head", *reversed(backwards)]
+    labels = [*forwards, "head", *reversed(backwards), "other"]
     return prediction._replace(memory=tuple(zip(labels, footprint.memory)), streams=tuple(intervals))
 
 
@@ -217,6 +217,7 @@ class StepModel:
         forward: list[int] = []
         backward: list[int] = []
         base += self.buffers * staging
+        update = [base + self.cost.update_peak_bytes] if self.cost.update_peak_bytes else []
         sent_bytes = 0
         for work, cost in zip(works, self.cost.segments):
             # A source is freed when a newer one replaces it, so sources of up to one segment stay until the backward.
@@ -225,7 +226,7 @@ class StepModel:
             backward.append(base + work.live_bytes + cost.backward_peak_bytes)
             base += work.held_bytes
         forward[-1] += head
-        return [*forward, base + head + self.cost.head_peak_bytes + sent_bytes, *reversed(backward)]
+        return [*forward, base + head + self.cost.head_peak_bytes + sent_bytes, *reversed(backward), *update]
 
     def _work(self, number: int, plan: SegmentPlan) -> _Work:
         work = self._works.get((number, plan))

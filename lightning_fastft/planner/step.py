@@ -82,6 +82,7 @@ class StepCost(NamedTuple):
         ends: Parts of base_bytes that move to the host if weights are streamed.
         shared_bytes: Part of base_bytes that is neither weights nor their state, where it is known: angles and masks of
             a pack, weight buffers, graphs.
+        update_peak_bytes: Transient memory of the optimizer's step, where it is known.
     """
 
     segments: tuple[SegmentCost, ...]
@@ -91,6 +92,7 @@ class StepCost(NamedTuple):
     other_ms: float
     ends: EndBytes = EndBytes()
     shared_bytes: int = 0
+    update_peak_bytes: int = 0
 
     @property
     def layers_ms(self) -> float:

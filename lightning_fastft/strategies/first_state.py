@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+from lightning_fastft.core.optimizer_twin import copy_without_state
 
 
 def read_first_state(optimizer: Optimizer, read: Callable[[Optimizer], dict[str, Any]]) -> dict[str, Any]:
@@ -44,12 +43,7 @@ def read_first_state(optimizer: Optimizer, read: Callable[[Optimizer], dict[str,
 
 def _stand_in(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer over the same parameters, without hooks and without weight decay, which enters moments."""
-    other: Optimizer = object.__new__(type(optimizer))
-    other.__dict__.update(vars(optimizer))
-    other.__dict__.update({name: OrderedDict() for name in _HOOKS})
-    # A scheduler's wrapper steps the optimizer that it was made for.
-    other.__dict__.pop("step", None)
-    other.state = defaultdict(dict)
+    other = copy_without_state(optimizer)
     other.param_groups = [
         {**group, **({"weight_decay": 0.0} if "weight_decay" in group else {})} for group in optimizer.param_groups
     ]

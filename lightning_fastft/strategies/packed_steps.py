@@ -18,6 +18,7 @@ from lightning_fastft.activations.checkpointing import STATUS_NAME as ACTIVATION
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import ContextError, OptionError
+from lightning_fastft.core.optimizer_twin import is_known, measure_state
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.attention.op import BACKENDS
@@ -227,28 +228,33 @@ def environment_of(trainer: Trainer) -> RunEnvironment:
 
 
 def missing_optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of optimizer state that the first step will allocate.
+    """Return the bytes of device memory that the first step will allocate for the state of optimizers.
 
-    This is an estimate: two moments in the dtype of each trained parameter, unless they exist. Optimizers with one
-    moment or with 8-bit moments need less. An optimizer with a method ``state_bytes`` returns its own number.
+    An optimizer with a method ``state_bytes`` returns its own number. One of PyTorch or bitsandbytes makes a step on
+    the meta device. Others count as two moments in the dtype of each trained parameter.
     """
-    return sum(
-        _state_bytes(optimizer, parameter)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if not optimizer.state.get(parameter)
-    )
+    return sum(map(_missing_bytes, optimizers))
 
 
-def _state_bytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
+def _missing_bytes(optimizer: Optimizer) -> int:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(map(optimizer.state.get, parameters)):
+        return 0
     # FusedAdamW is in a folder that strategies do not import, so they detect it by this method.
     own_count = getattr(optimizer, "state_bytes", None)
     if callable(own_count):
-        return int(own_count(parameter))
-    # The local shard of a sharded parameter.
-    local = getattr(parameter, "to_local", lambda: parameter)()
-    return int(2 * local.numel() * parameter.element_size())
+        sizes = list(map(own_count, parameters))
+    elif is_known(optimizer) and (state := measure_state(optimizer)) is not None:
+        sizes = [each.device for each in state]
+    else:
+        sizes = [2 * _local_bytes(parameter) for parameter in parameters]
+    return sum(size for size, parameter in zip(sizes, parameters) if not optimizer.state.get(parameter))
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    """Return the size of a parameter, or of the local shard of a sharded one."""
+    local: torch.Tensor = getattr(parameter, "to_local", lambda: parameter)()
+    return local.nbytes
 
 
 def _unread_message(module: nn.Module, *, where: str) -> str:

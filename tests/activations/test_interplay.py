@@ -546,7 +546,7 @@ def test_the_table_says_what_is_in_effect_and_the_plan_is_logged(tmp_path, monke
     assert ["measured" in table for table in tables] == [True] * 3 + [False] * 2
     assert "predicted" in tables[-1]
     assert "the first steps recompute and are measured" in lines[0]
-    assert any("segments" in line and "activations" in line for line in lines)
+    assert any("layers" in line and "activations" in line for line in lines)
 
 
 def test_the_table_of_a_cpu_says_that_everything_is_kept(tmp_path, monkeypatch):

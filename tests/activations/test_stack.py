@@ -123,7 +123,7 @@ def test_three_measured_forwards_and_the_plan_at_the_fourth():
     assert seen == [(1, False), (0, False), (0, False), (NUM_LAYERS, True), (NUM_LAYERS, True)]
     assert all(segment.observer is None for segment in attached.stack.segments)
     (report,) = attached.reports
-    assert "segments" in report
+    assert "treatment of their activations" in report
 
 
 def test_each_kind_of_layer_is_counted_once():

@@ -40,7 +40,13 @@ def test_a_named_gpu_is_a_simulation_from_published_rates(plan):
     assert "llama: LoRA r=16 on a base in NF4, packs of 8,192 tokens, documents of 1,024" in text
     assert "0-5                         kept: nothing is recomputed" in text
     assert "device memory over the step" in text
-    assert text.splitlines()[-3].startswith("recompute all")
+    assert "weights, gradients and optimizer: 0." in text
+    assert re.search(r"step of the optimizer: 0\.\d ms\n", text)
+    assert "ms; a run makes it once in 4 packs, and the figures below in each\n" in plan(
+        "--gpu", "4090", "--trainer.accumulate_grad_batches", "4"
+    )
+    assert re.fullmatch(r"recompute all +[\d,]+ tokens/s in [\d.]+ GiB, [\d,]+ ms a pack", text.splitlines()[-3])
+    assert "more than the budget" not in text
 
 
 def test_budgets_and_overrides_are_followed(plan):
@@ -48,9 +54,10 @@ def test_budgets_and_overrides_are_followed(plan):
         plan("--gpu", "4090", "--vram-gib", "24"),
         plan("--gpu", "4090", "--vram-gib=1", "--host-gib", "1", "--document-tokens", "500"),
     )
-    assert "budgets: 1.0 GiB of device memory for everything, 1.0 GiB of pinned host memory" in tight
+    assert "budgets: 1.0 GiB of device memory for everything (--vram-gib), 1.0 GiB of host memory (--host-gib)" in tight
     assert "documents of 500" in tight
     assert "rest recomputed" in " ".join(tight.split())
+    assert [line.endswith("(more than the budget)") for line in tight.splitlines()[-3:]] == [False, True, False]
     assert "host memory       0.00 GiB" not in tight
     assert "rest recomputed" not in " ".join(roomy.split())
     assert "packs of 2,048 tokens, documents of 2,048" in plan(
@@ -67,6 +74,8 @@ def test_tasks_take_the_passes_and_the_logits_that_they_read(folder, capsys):
         assert run_plan(["--config", config, *words, *more]) == 0
         return float(re.search(r"predicted step +([\d.,]+) ms", capsys.readouterr().out)[1].replace(",", ""))
 
+    assert run_plan(["--config", "dpo_qwen3_8b", *words]) == 0
+    assert "reference: one more forward, with the adapters off, counts as head" in capsys.readouterr().out
     orpo = step_ms("dpo_qwen3_8b", "--model.loss", "orpo")
     # A forward takes half of the time of a backward by inputs, and so a third of the step.
     assert 1.25 < step_ms("dpo_qwen3_8b") / orpo < 1.55
@@ -77,6 +86,17 @@ def test_tasks_take_the_passes_and_the_logits_that_they_read(folder, capsys):
 def test_moments_on_the_host_are_copied_in_each_step(plan):
     words = ["--gpu", "H100", "--model.lora", "null", "--model.quantization", "null", "--model.dtype", "bfloat16"]
     words += ["--model.optimizer", "lightning_fastft.optim.FusedAdamW", "--model.optimizer.offload"]
+    assert ", which copies 1.17 GiB of moments from host memory and back" in plan(*words, "1")
+    # They are part of the host's memory, of which activations get the rest.
+    with pytest.raises(OptionError, match=r"keeps 1\.2 GiB of moments in host memory, and --host-gib is 1\.0"):
+        plan(*words, "1", "--host-gib", "1")
+    few, many = (
+        float(
+            re.search(r"host memory +([\d.]+) GiB pinned", plan(*words, "1", "--vram-gib", "2", "--host-gib", size))[1]
+        )
+        for size in ("1.2", "64")
+    )
+    assert few <= 1.2 - 1.17 < many
     here, there = (
         float(re.search(r"predicted step +([\d.,]+) ms", plan(*words, share))[1].replace(",", "")) for share in "01"
     )
@@ -84,15 +104,43 @@ def test_moments_on_the_host_are_copied_in_each_step(plan):
     assert 22 < there - here < 30
 
 
-@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW", "lightning_fastft.optim.FusedAdamW"])
-def test_known_optimizers_are_counted_without_a_remark(plan, optimizer):
-    assert "is not known" not in plan("--gpu", "H100", "--model.optimizer", optimizer)
+@pytest.mark.parametrize(
+    "optimizer", ["torch.optim.AdamW", "torch.optim.SGD", "torch.optim.Muon", "lightning_fastft.optim.FusedAdamW"]
+)
+def test_optimizers_whose_step_is_simulated_need_no_remark(plan, optimizer):
+    assert "cannot be simulated" not in plan("--gpu", "H100", "--model.optimizer", optimizer)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Muon"])
-def test_other_optimizers_are_said_to_be_counted_as_adamw(plan, name):
-    text = plan("--gpu", "H100", "--model.optimizer", f"torch.optim.{name}")
-    assert f"optimizer: {name} is not known here; memory and time are those of AdamW" in text
+def test_the_state_of_the_optimizer_is_planned(plan):
+    pytest.importorskip("bitsandbytes")
+    words = ["--gpu", "H100", "--model.lora", "null", "--model.quantization", "null", "--model.dtype", "bfloat16"]
+    words += ["--allow-import", "bitsandbytes", "--model.optimizer"]
+
+    def recomputed_gib(name):
+        return float(re.search(r"recompute all .* in ([\d.]+) GiB", plan(*words, name))[1])
+
+    plain, wide, narrow, paged = map(
+        recomputed_gib,
+        ("torch.optim.SGD", *(f"bitsandbytes.optim.{name}" for name in ("AdamW", "AdamW8bit", "PagedAdamW"))),
+    )
+    # 157 million weights.
+    num_gib = 0.157e9 / 2**30
+    assert wide - plain == pytest.approx(8 * num_gib, abs=0.11)
+    assert narrow - plain == pytest.approx(2 * num_gib, abs=0.11)
+    assert paged == pytest.approx(plain, abs=0.11)
+
+
+def test_an_optimizer_that_is_counted_otherwise_is_said_to_be(plan):
+    pytest.importorskip("bitsandbytes")
+    words = ["--gpu", "H100", "--allow-import", "bitsandbytes", "--model.optimizer"]
+    text = plan(*words, "bitsandbytes.optim.LAMB")
+    assert "optimizer: a step of LAMB cannot be simulated here; memory and time are those of AdamW" in text
+
+
+def test_an_optimizer_that_refuses_the_parameters_is_refused_as_in_a_run(plan):
+    words = ["--gpu", "H100", "--model.lora", "null", "--model.quantization", "null"]
+    with pytest.raises(OptionError, match="Muon only supports 2D"):
+        plan(*words, "--model.optimizer", "torch.optim.Muon")
 
 
 def test_a_folder_that_is_missing_is_named(folder):

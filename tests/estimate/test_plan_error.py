@@ -52,6 +52,22 @@ def test_a_run_that_fits_only_in_tiles_is_predicted_in_tiles(tmp_path):
     assert rows[0].predicted_gib < 33
 
 
+@pytest.mark.slow(seconds=4)
+def test_the_step_of_another_optimizer_is_predicted_with_its_launches_and_its_state(tmp_path):
+    """Rows with AdamW8bit of bitsandbytes, which waits for the device after each parameter."""
+    runs = {
+        ("qwen3-0.6b-lora, packed, labels 100%", "ours keep+graphs, adamw_8bit"),
+        ("qwen3-8b-full, packed, labels 100%", "ours keep+fused, adamw_8bit"),
+        ("qwen3-8b-full, packed, labels 100%", "ours keep+fused, adamw_fused"),
+    }
+    with RESULTS_PATH.open(encoding="utf-8") as file:
+        table = [row for row in csv.DictReader(file) if (row["workload"], row["system"]) in runs]
+    rows, skipped = compare_rows(_write(tmp_path / "rows.csv", table))
+    assert skipped == []
+    assert {(row.workload, row.system) for row in rows} == runs
+    assert [row for row in rows if abs(row.step_error) > 0.1 or abs(row.peak_error) > 0.06] == []
+
+
 def _write(path, table):
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, table[0])

@@ -6,19 +6,19 @@ from tests.planner.planning import GB, H200, MB, plain_step, qwen3_14b
 
 MACHINE = Machine("any", 10e9, 10e9)
 PICTURE = """\
-segments                    treatment of their activations
+layers                      treatment of their activations
 0-1                         input host; self_attn.q_proj on the host; mlp.up_proj on the device;
                             rest recomputed
 2                           input device; rest recomputed
 3                           kept: nothing is recomputed
 predicted peak    2.04 GiB
 predicted step    148.0 ms, 20.0 of it recomputed
-exposed copies    0.0 ms
+waits for copies  0.0 ms
 host memory       0.17 GiB pinned, staging slots of 86 MiB
 note: the host budget is small.
 
 device memory over the step, full height 2.04 GiB
-(f forward, h head, b backward, one segment after the other)
+(f forward, h head, b backward, one layer after the other)
      peak |    #
           |   ###
           |   ######
@@ -29,8 +29,8 @@ device memory over the step, full height 2.04 GiB
           |#########
           +ffffhbbbb
 
-streams over time, one character is 1.76 ms
-(compute: f h b as above, o other, . waiting; copies: . none, - some, = half or more, # all of it)
+streams over time, one character is 1.76 ms; d2h copies to the host, h2d back
+(compute: f h b as above, o optimizer and others, . waiting; copies: . none, - some, = half, # all)
   compute |fffffffffffffffffffffffhhhbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbo
       d2h |#####-####=.........................................................................
       h2d |..........................=####-......................=####=........................"""
@@ -50,6 +50,15 @@ def test_the_picture_of_a_small_step():
     assert render_plan(cost, plan) == PICTURE
 
 
+def test_the_step_of_an_optimizer_with_transient_memory_is_drawn():
+    cost = plain_step(4, base_bytes=GB)._replace(update_peak_bytes=GB)
+    segments = uniform_plan(4, "keep")
+    text = render_plan(cost, Plan(segments, predict(cost, segments, machine=MACHINE), ()))
+    assert "one layer after the other; o optimizer)" in text
+    assert "          +ffffhbbbbo\n" in text
+    assert "     peak |         #\n" in text
+
+
 def test_the_picture_of_64_layers_keeps_its_width():
     cost = qwen3_14b(num_layers=64)
     text = render_plan(cost, make_plan(cost, vram_budget_bytes=50 * GB, host_budget_bytes=100 * GB, machine=H200))
@@ -62,7 +71,7 @@ def test_compute_that_waits_for_copies_is_seen():
     segments = uniform_plan(6, "offload")
     prediction = predict(cost, segments, machine=MACHINE)
     text = render_plan(cost, Plan(segments, prediction, ()))
-    assert f"exposed copies    {prediction.exposed_ms:.1f} ms" in text
+    assert f"waits for copies  {prediction.exposed_ms:.1f} ms" in text
     assert abs(lane(text, "compute").count(".") - NUM_COLUMNS * prediction.exposed_ms / prediction.step_ms) < 3
 
 

@@ -34,6 +34,16 @@ def test_keep_recompute_and_offload_take_the_time_and_memory_worked_out_by_hand(
     ]
 
 
+def test_transient_memory_of_the_optimizer_is_a_moment_without_activations():
+    cost = plain_step(3, input_bytes=100, saved_bytes=1000, base_bytes=5000)
+    plans = [uniform_plan(3, kind) for kind in ("keep", "recompute")]
+    updated = cost._replace(update_peak_bytes=2000)
+    keep, recompute = (predict(updated, plan, machine=H200) for plan in plans)
+    assert keep.peak_bytes == predict(cost, plans[0], machine=H200).peak_bytes == 5000 + 3 * 1100
+    assert recompute.peak_bytes == 5000 + 2000
+    assert recompute.memory[-1] == ("other", 7000)
+
+
 def test_a_held_value_saves_its_time_and_costs_its_bytes():
     cost = plain_step(2, values=VALUES)
     recompute = predict(cost, uniform_plan(2, "recompute"), machine=H200)

@@ -332,6 +332,33 @@ def test_memory_for_masters_is_planned(tmp_path):
     assert missing_optimizer_bytes([fresh]) == 12 * num_weights
     assert missing_optimizer_bytes([FusedAdamW(trainable(module).values())]) == 8 * num_weights
     assert missing_optimizer_bytes([torch.optim.AdamW(trainable(module).values())]) == 4 * num_weights
+    assert missing_optimizer_bytes([torch.optim.SGD(trainable(module).values())]) == 0
+    assert missing_optimizer_bytes([torch.optim.AdamW(trainable(module).values(), amsgrad=True)]) == 6 * num_weights
+
+
+def test_memory_of_an_optimizer_is_planned_until_it_has_state():
+    optim = pytest.importorskip("bitsandbytes.optim")
+    params = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
+    optimizer = optim.AdamW8bit(params)
+    # Two codes of 8 bits and the scales of 16 blocks for each, and two tables of 256 codes.
+    one = 2 * (4096 + 4 * 16)
+    assert missing_optimizer_bytes([optimizer]) == 2 * one + 2 * 1024
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    assert missing_optimizer_bytes([optimizer]) == one + 2 * 1024
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert missing_optimizer_bytes([optimizer]) == 0
+
+
+def test_memory_of_an_unknown_optimizer_is_two_moments():
+    class Own(torch.optim.SGD):
+        pass
+
+    params = [torch.nn.Parameter(torch.ones(8, 8))]
+    assert missing_optimizer_bytes([Own(params)]) == 2 * 4 * 64
+    # A step takes a closure.
+    assert missing_optimizer_bytes([torch.optim.LBFGS(params)]) == 2 * 4 * 64
 
 
 @pytest.mark.parametrize(
