@@ -158,7 +158,8 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         """Run an operator on the meta device and add its cost."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        # PyTorch 2.11 mistakes the dtype of the result for a factor on the meta device.
+        out = kwargs["out"] if func is _ATEN.addmm.dtype_out else func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         extra_bytes = self._charge_operator(func, (args, kwargs), out, inputs, outputs)
         self._track(outputs, inputs, count=lambda tensor: tensor.untyped_storage().nbytes())
