@@ -148,9 +148,9 @@ def make_schedule(
 
 
 def warn_of_new_schedule(trainer: Trainer, name: str, *, num_steps: float) -> None:
-    """Warn in a second fit of a Trainer that its schedule begins anew and does not reach its end."""
+    """Warn in a second fit of a Trainer that a falling schedule begins anew and does not reach its end."""
     num_done = trainer.global_step
-    if trainer.ckpt_path is None and 0 < num_done < num_steps:
+    if name != "constant" and trainer.ckpt_path is None and 0 < num_done < num_steps:
         rank_zero_warn(
             f"This Trainer has trained {num_done} of {num_steps:.0f} optimizer steps, and its next fit has a new "
             f"optimizer and a new {name!r} schedule, which ends {num_done} steps too early. To continue, save a "
