@@ -112,7 +112,7 @@ class FiniteGuard(GivenOnce, Callback):
         self._recent.clear()
         self._base = self._judge_run(trainer, pl_module)
         if self._base.state == "refused":
-            rank_zero_warn(f"FiniteGuard guards nothing in this run: {self._base.reason}. Change: {self._base.remedy}.")
+            rank_zero_warn(f"FiniteGuard guards nothing in this run: {self._base.reason}. Remedy: {self._base.remedy}.")
         if self._base.state != "active":
             return
         self._trainer = trainer
