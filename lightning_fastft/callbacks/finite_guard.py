@@ -59,8 +59,8 @@ class FiniteGuard(GivenOnce, Callback):
         check_every_n_steps: Number of steps between two reads of flags on the host. The run stops at most twice this
             many steps after the step that reaches max_skips; bad steps until then are skipped too.
         unsupported: What to do with an optimizer that does not read ``found_inf``, such as those of bitsandbytes.
-            "refuse": do not guard the run, and say so in the status table. "wait": read the flag on the host in every
-            step and drop the gradients of a bad step.
+            "refuse": do not guard the run, warn, and say so in the status table. "wait": read the flag on the host in
+            every step and drop the gradients of a bad step.
 
     Raises:
         OptionError: A value is not allowed.
@@ -111,6 +111,8 @@ class FiniteGuard(GivenOnce, Callback):
         self.num_steps = self.num_skipped = 0
         self._recent.clear()
         self._base = self._judge_run(trainer, pl_module)
+        if self._base.state == "refused":
+            rank_zero_warn(f"FiniteGuard guards nothing in this run: {self._base.reason}. Remedy: {self._base.remedy}.")
         if self._base.state != "active":
             return
         self._trainer = trainer

@@ -18,6 +18,10 @@ _FIXED = ("lora.r",)
 _GROUPING = ("loraplus_lr_ratio",)
 # Settings whose values come from the checkpoint and not from this run.
 _RESTORED = ("learning_rate", "loraplus_lr_ratio", "weight_decay", "seed_everything")
+# Names in the states of all schedulers; versions of torch differ in them.
+_NAMES_OF_ALL_SCHEDULERS = {
+    "base_lrs", "last_epoch", "verbose", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial",
+}  # fmt: skip
 _NOT_GIVEN = object()
 _TRAINER_SETTINGS = (
     "accumulate_grad_batches",
@@ -86,6 +90,25 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             f"{type(optimizer).__name__} has {', '.join(sorted(own))}. Resume with the optimizer of that run, or start "
             "a new run from its weights without ckpt_path."
         )
+
+
+def check_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Check that a saved state is not that of another kind of learning-rate scheduler, by its names.
+
+    Raises:
+        ResumeError: Each has names that the other has not.
+    """
+    own, found = (set(state) - _NAMES_OF_ALL_SCHEDULERS for state in (scheduler.state_dict(), saved))
+    if own - found and found - own:
+        raise ResumeError(
+            f"The checkpoint holds the state of a scheduler with {_list_names(found)}, and {type(scheduler).__name__} "
+            f"has {_list_names(own)}. Resume with the scheduler of that run, or start a new run from its weights "
+            "without ckpt_path."
+        )
+
+
+def _list_names(names: set[str]) -> str:
+    return ", ".join(sorted(name.lstrip("_") for name in names))
 
 
 def check_settings(checkpoint: Mapping[str, Any], trainer: Trainer) -> None:

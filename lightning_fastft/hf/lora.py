@@ -259,7 +259,9 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
 
 
 def _check_types(lora: LoraConfig) -> None:
-    """Raise on values that PEFT takes as true because they are not empty, and on names and ids that are no list."""
+    """Raise on values that PEFT takes as true because they are not empty, names and ids that are no list, and adapters
+    that are not trained.
+    """
     for name in _FLAGS:
         value = getattr(lora, name, None)
         if value is not None:
@@ -267,6 +269,11 @@ def _check_types(lora: LoraConfig) -> None:
     if isinstance(lora.modules_to_save, str):
         names = lora.modules_to_save.replace(",", ", ")
         raise OptionError(f"lora.modules_to_save must be a list, got {lora.modules_to_save!r}. Write [{names}].")
+    if lora.inference_mode:
+        raise OptionError(
+            "lora.inference_mode=True, which saved adapters have, freezes the adapters, so nothing would be trained. "
+            "Set it to False; or give their folder as adapter to train them further."
+        )
     indices = lora.trainable_token_indices or []
     for ids in indices.values() if isinstance(indices, Mapping) else [indices]:
         if not isinstance(ids, Sequence) or isinstance(ids, str):

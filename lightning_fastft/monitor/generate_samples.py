@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CometLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.core.checks import check_int, tokenizer_of
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import OptionError, printable
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 
@@ -36,7 +37,8 @@ class GenerateSamples(GivenOnce, Callback):
 
     Decoding is greedy, so that answers depend on the weights alone. Training is not changed: random states and the mode
     of every module are restored. Rank 0 generates while the other ranks continue; with FSDP2 all ranks generate
-    together. TensorBoard, W&B, MLflow and Comet get the texts through Lightning's loggers; other loggers get none.
+    together. TensorBoard, W&B, MLflow and Comet get the texts through Lightning's loggers. Without one of these, the
+    answers are messages of the process.
 
     Args:
         prompts: Texts that the model continues, or conversations (lists of messages with role and content) that it
@@ -74,6 +76,7 @@ class GenerateSamples(GivenOnce, Callback):
         self.tokenizer = tokenizer
         self.samples: list[Samples] = []
         self.num_validations = 0
+        self._is_told = False
         self._status = Status(STATUS_NAME, "inactive", "no validation yet")
 
     def status(self) -> Status:
@@ -91,9 +94,9 @@ class GenerateSamples(GivenOnce, Callback):
         _find_model(pl_module)
         self._find_tokenizer(trainer, pl_module)
         names = [type(logger).__name__ for logger in trainer.loggers if _log_function(logger) is not None]
-        self._status = Status(
-            STATUS_NAME, "active", f"logged by {', '.join(names)}" if names else "no logger takes texts; RunReport does"
-        )
+        self._is_told = not names
+        told = "no logger takes texts, so the log of the process has the answers, and RunReport"
+        self._status = Status(STATUS_NAME, "active", f"logged by {', '.join(names)}" if names else told)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Generate and log."""
@@ -149,6 +152,8 @@ class GenerateSamples(GivenOnce, Callback):
         if len(self.samples) > MOST_VALIDATIONS:
             del self.samples[1]
         prompts = [_show_prompt(prompt) for prompt in self.prompts]
+        for prompt, answer in zip(prompts, found.answers) if self._is_told else ():
+            rank_zero_info(printable(f"sample at step {found.step}: {prompt!r} -> {answer!r}"))
         for logger in trainer.loggers:
             log = _log_function(logger)
             if log is not None:

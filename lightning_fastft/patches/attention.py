@@ -331,9 +331,11 @@ def _check_packable(
     """Raise on a call whose result would differ from separate documents."""
     layer = type(module).__name__
     if dropout > 0.0 and module.training:
+        name = _find_dropout_name(getattr(module, "config", None), dropout=dropout)
         raise BackendError(
-            f"{layer} needs attention dropout {dropout}, which packed attention does not support; set "
-            "config.attention_dropout = 0.0."
+            f"{layer} needs attention dropout {dropout}, which packed attention does not support. Its layers read the "
+            f"number when they are built: load the model with AutoModelForCausalLM.from_pretrained(NAME, {name}=0.0), "
+            f"or set {name} in the config.json of its folder."
         )
     if isinstance(attention_mask, torch.Tensor):
         raise BackendError(
@@ -360,3 +362,10 @@ def _check_packable(
     ]
     if foreign:
         raise BackendError(f"{layer} passes {', '.join(foreign)}, which no backend of packed attention supports.")
+
+
+def _find_dropout_name(config: object, *, dropout: float) -> str:
+    """Return the field of a configuration that holds the dropout of attention weights: GPT-2 names it attn_pdrop."""
+    fields = {} if config is None else vars(config)
+    found = (name for name, value in fields.items() if "att" in name and "drop" in name and value == dropout)
+    return next(found, "attention_dropout")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,9 @@ class HeadLink:
     def __init__(self, *, original_loss: Callable[..., torch.Tensor]) -> None:
         self.original_loss = original_loss
         self._armed: BatchContext | None = None
+        # The context of this call, also where the head gives tensor logits.
+        self._context: BatchContext | None = None
+        self._has_told_of_labels = False
         # The objective of the next loss, whether or not the head was lazy.
         self._objective: Callable[[LazyLogits], torch.Tensor] | None = None
         # The part of a pack of this call, None for a whole pack.
@@ -76,6 +80,7 @@ class HeadLink:
         """Arm the head for this call if there is a context, else disarm it, in a forward pre-hook of the decoder."""
         context = kwargs.get("context")
         self._armed = None
+        self._context = context if isinstance(context, BatchContext) else None
         self._part = context.part if isinstance(context, BatchContext) else None
         self._objective = context.objective if isinstance(context, BatchContext) else None
         if isinstance(context, BatchContext) and not (context.output_logits or kwargs.get("output_logits", False)):
@@ -98,12 +103,15 @@ class HeadLink:
     ) -> torch.Tensor:
         """Return the loss of the model, from labelled rows if the logits are lazy; same signature as in transformers.
 
+        Labels of the caller's own lose those at borders of documents (``drop_border_labels``).
+
         Raises:
             ContextError: The context has an objective, and the logits are a tensor; or the batch is a part of a pack,
                 and the loss is not that of its own labels.
         """
         objective, self._objective = self._objective, None
         part, self._part = self._part, None
+        context, self._context = self._context, None
         is_own = isinstance(logits, LazyLogits) and _is_untouched_view(labels, of=logits.context.label_T)
         if part is not None and (objective is not None or shift_labels is not None or not is_own):
             raise ContextError(
@@ -118,6 +126,9 @@ class HeadLink:
                     "logits_to_keep."
                 )
             return objective(logits)
+        if context is not None and shift_labels is None and not _is_untouched_view(labels, of=context.label_T):
+            labels = drop_border_labels(labels, context)
+            self._tell_of_labels(num_items_in_batch, context)
         rest = {
             "num_items_in_batch": num_items_in_batch,
             "ignore_index": ignore_index,
@@ -140,6 +151,35 @@ class HeadLink:
         # Models add auxiliary losses in place.
         logits.cross_entropy = loss.detach().clone()
         return loss
+
+    def _tell_of_labels(self, num_items: object, context: BatchContext) -> None:
+        """Warn once if changed labels are divided by the number of labels that were planned."""
+        is_planned = isinstance(num_items, float) and num_items == context.num_items
+        if self._has_told_of_labels or not is_planned or not torch.is_grad_enabled():
+            return
+        self._has_told_of_labels = True
+        warnings.warn(
+            "The labels of a packed batch were changed, and its loss is still divided by num_items_in_batch, the "
+            "number of labels in the data. For the mean over the changed labels of the pack, give the model "
+            "num_items_in_batch=None; or give it your own number.",
+            stacklevel=2,
+        )
+
+
+def drop_border_labels(labels: torch.Tensor, context: BatchContext) -> torch.Tensor:
+    """Return labels of a whole pack without those that no token predicts: the first of each document, and those of the
+    pad tail. Labels of another size are returned as they are.
+
+    Those of the context have none. ``labels = input_ids.clone()`` has all.
+
+    Cost:
+        Two passes over the labels; no host sync.
+    """
+    if labels.numel() != context.num_tokens:
+        return labels
+    label_T = labels.reshape(-1).index_fill(0, context.start_S1[:-1].to(labels.device, torch.int64), IGNORED_LABEL)
+    label_T[context.num_real_tokens :] = IGNORED_LABEL
+    return label_T.view(labels.shape)
 
 
 def install_head(model: PreTrainedModel, patcher: ModelPatcher) -> Status:

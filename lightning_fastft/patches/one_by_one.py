@@ -16,6 +16,8 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.hf.sharding.state import is_sharded
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE, BatchContext
+from lightning_fastft.packing.document import IGNORED_LABEL
+from lightning_fastft.patches.head import drop_border_labels
 
 STATUS_NAME = "packed attention"
 
@@ -86,6 +88,8 @@ def _forward_one_by_one(model: Any, *args: Any, **kwargs: Any) -> Any:
     logits, labels = torch.cat(parts, dim=1), kwargs.get("labels")
     loss = None
     if labels is not None:
-        num_items = kwargs.get("num_items_in_batch") or context.num_items
+        labels = drop_border_labels(labels, context)
+        num_items = kwargs.get("num_items_in_batch")
+        num_items = (labels != IGNORED_LABEL).sum().clamp(min=1) if num_items is None else num_items
         loss = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items)
     return CausalLMOutput(loss=loss, logits=logits)

@@ -20,7 +20,7 @@ from lightning_fastft.checkpoint.last import with_last
 from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume
-from lightning_fastft.checkpoint.settings import check_optimizer, check_settings
+from lightning_fastft.checkpoint.settings import check_optimizer, check_scheduler, check_settings
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.checks import check_bool
 from lightning_fastft.core.collection import collect_after_step, collect_between_steps
@@ -165,10 +165,13 @@ class FastFTStrategyMixin(StepDownMixin):
         """Restore the optimizers; moments that one holds on the host stay there.
 
         Raises:
-            ResumeError: The state is that of another kind of optimizer.
+            ResumeError: The state is that of another kind of optimizer or scheduler.
         """
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):
             check_optimizer(optimizer, state)
+        # Lightning restores schedulers next.
+        for config, state in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", [])):
+            check_scheduler(config.scheduler, state)
         if not any(getattr(optimizer, "offload", 0.0) for optimizer in self.optimizers):
             super().load_optimizer_state_dict(checkpoint)
             return

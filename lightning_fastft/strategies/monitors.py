@@ -52,9 +52,9 @@ def check_monitors(trainer: Trainer) -> None:
     loaders and a restored position are known.
 
     Raises:
-        OptionError: EarlyStopping would find no validation metric at the end of the run, the monitor of EarlyStopping
-            or ModelCheckpoint is a misspelled name of a metric, or ModelCheckpoint would save nothing because there is
-            no validation.
+        OptionError: EarlyStopping would find no validation metric in the run or at its end, the monitor of
+            EarlyStopping or ModelCheckpoint is a misspelled name of a metric, or ModelCheckpoint would save nothing
+            because there is no validation.
     """
     known: frozenset[str] | None = getattr(trainer.lightning_module, "logged_names", None)
     # Callbacks of the user may log any name.
@@ -94,6 +94,20 @@ def check_monitors(trainer: Trainer) -> None:
                 f"EarlyStopping(monitor={callback.monitor!r}) reads its metric at the end of an epoch, but "
                 f"max_steps={trainer.max_steps} ends this run inside an epoch, before a validation. Validate earlier "
                 "with Trainer(val_check_interval=...), raise max_steps, or remove EarlyStopping."
+            )
+        if (
+            isinstance(callback, EarlyStopping)
+            and callback.strict
+            and known is not None
+            and callback.monitor in known
+            and callback.monitor.startswith("val")
+            and not has_others
+            and not getattr(trainer, "fast_dev_run", False)
+            and not _has_validation(trainer)
+        ):
+            raise OptionError(
+                f"EarlyStopping(monitor={callback.monitor!r}) finds no metric, because the run has no validation. Give "
+                "--data.val_share 0.05 or --data.val_paths FILE, or remove EarlyStopping."
             )
 
 
@@ -137,10 +151,15 @@ def _saves_nothing_without(callback: object) -> TypeGuard[ModelCheckpoint]:
     return isinstance(callback, ModelCheckpoint) and bool(callback.monitor) and not callback.save_last
 
 
+def _has_validation(trainer: Trainer) -> bool:
+    """Return whether the run has validation data and does not skip it."""
+    # A data module without such data gives an empty list of loaders.
+    return bool(trainer.enable_validation) and trainer.val_dataloaders != []
+
+
 def _validates(trainer: Trainer) -> bool:
     """Return whether the run has validation data and reaches a validation before max_steps."""
-    # A data module without such data gives an empty list of loaders.
-    if not trainer.enable_validation or trainer.val_dataloaders == []:
+    if not _has_validation(trainer):
         return False
     if trainer.max_steps < 0 or trainer.num_training_batches == math.inf:
         return True

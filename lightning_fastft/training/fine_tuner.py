@@ -124,6 +124,8 @@ class FineTuner(Tuner):
     def _evaluate(self, batch: PackedBatch | Mapping[str, Any], *, prefix: str) -> None:
         """Update and log the token metrics of a loader; no full logits are made where the lazy head is in place."""
         output = call_model(self.model, batch)
+        if "labels" not in batch:
+            raise DataError("Evaluation compares predictions with labels: the batch needs labels.")
         statistics = getattr(output.logits, "statistics", None)
         if statistics is None:
             statistics = logits_statistics(output.logits, batch["labels"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
@@ -214,6 +215,32 @@ class RewardTuner(Tuner):
             _add_head_to_adapters(Path(folder), self._find_head(self.model), task_type=task_type)
         else:
             _rename_architecture(Path(folder), kind=kind)
+        if self.loss != "stepwise":
+            self._keep_last_token(Path(folder))
+
+    def _keep_last_token(self, folder: Path) -> None:
+        """Let a saved classifier, which reads the last token that is no padding, read the one that was trained; warn
+        where it does not.
+        """
+        if self.read == "mean":
+            rank_zero_warn(
+                "read='mean' is not saved: transformers' classifiers score the last token alone. Take scores from "
+                "trainer.predict, or train with read='last'."
+            )
+            return
+        end, pad = (getattr(self.tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
+        own = self.model.config.get_text_config(decoder=True).pad_token_id
+        used = pad if own is None else own
+        if used is None or end is None:
+            return
+        if used == end:
+            rank_zero_warn(
+                f"The tokenizer pads with its end-of-sequence token ({end}), and transformers' classifiers score the "
+                "last token that is no padding: the one before the end. Set model.config.pad_token_id to another token "
+                "and pad with it, or to None and score one text at a time."
+            )
+        if not hasattr(self.model, "peft_config"):
+            _write_pad_token(folder, None if used == end else used)
 
 
 def _find_base(model: Any) -> Any:
@@ -246,6 +273,15 @@ def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> N
     config["task_type"] = task_type
     config["modules_to_save"] = sorted({*(config.get("modules_to_save") or ()), HEAD})
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_pad_token(folder: Path, token: int | None) -> None:
+    """Write the padding of a whole text model into its configuration."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "text_config" not in config:
+        config["pad_token_id"] = token
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _rename_architecture(folder: Path, *, kind: str) -> None:

@@ -29,6 +29,7 @@ from lightning_fastft.training.optimization.choice import (
     choose_optimizer,
     find_fast_parameters,
     make_schedule,
+    warn_of_new_schedule,
 )
 from lightning_fastft.training.optimization.schedules import RunSchedule, apply_found_rate, apply_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -268,6 +269,7 @@ class Tuner(EvaluatedCausalLM):
         optimizer = self._make_optimizer()
         if isinstance(self.scheduler, str):
             num_steps = self.trainer.estimated_stepping_batches
+            warn_of_new_schedule(self.trainer, self.scheduler, num_steps=num_steps)
             is_counted = num_steps == self.trainer.max_steps
             share_of_peak = make_schedule(
                 self.scheduler,

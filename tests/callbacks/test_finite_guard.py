@@ -411,7 +411,8 @@ def test_manual_optimization_is_refused(tmp_path):
     Manual.automatic_optimization = property(lambda self: False, lambda self, value: None)
     guard = FiniteGuard()
     trainer = quiet_trainer(tmp_path, max_steps=1, callbacks=[guard])
-    trainer.fit(Manual("FusedAdamW"), DataLoader(window(0), batch_size=None))
+    with pytest.warns(UserWarning, match="guards nothing in this run: manual optimization"):
+        trainer.fit(Manual("FusedAdamW"), DataLoader(window(0), batch_size=None))
     assert guard.status().state == "refused"
     assert "manual optimization" in guard.status().reason
 
@@ -718,7 +719,8 @@ def test_waiting_beside_clipping_by_value_is_refused(tmp_path):
     trainer = quiet_trainer(
         tmp_path, strategy="fastft", callbacks=[HugeGradient(float("inf")), guard], max_steps=3, **clipping
     )
-    trainer.fit(Module(tiny_llama()), packed_loader(3))
+    with pytest.warns(UserWarning, match="guards nothing in this run"):
+        trainer.fit(Module(tiny_llama()), packed_loader(3))
     assert trainer.global_step == 3
     assert guard.status().state == "refused"
 

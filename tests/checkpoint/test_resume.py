@@ -241,11 +241,39 @@ def test_state_of_the_same_rule_is_resumed(before, now, tmp_path):
     assert {float(state["step"]) for state in trainer.optimizers[0].state.values()} == {2.0}
 
 
-def test_state_of_a_scheduler_of_another_class_is_refused(tmp_path):
-    other = tuner(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
-    fit(tmp_path, other, callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+def steps_down(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def annealed(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2)
+
+
+def in_sequence(optimizer):
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [steps_down(optimizer), annealed(optimizer)], [1])
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (steps_down, "cosine"),
+        ("cosine", steps_down),
+        (steps_down, annealed),
+        ("linear", in_sequence),
+        (in_sequence, annealed),
+    ],
+)
+def test_state_of_a_scheduler_of_another_class_is_refused(before, now, tmp_path):
+    fit(tmp_path, tuner(scheduler=before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
     with pytest.raises(ResumeError, match="scheduler"):
-        fit(tmp_path, tuner(), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+        fit(tmp_path, tuner(scheduler=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+
+
+@pytest.mark.parametrize("kind", [steps_down, in_sequence, torch.optim.lr_scheduler.ConstantLR])
+def test_state_of_a_scheduler_of_the_same_class_is_resumed(kind, tmp_path):
+    fit(tmp_path, tuner(scheduler=kind), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+    trainer = fit(tmp_path, tuner(scheduler=kind), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
 class SaveInWindow(Callback):

@@ -42,6 +42,8 @@ def test_a_configuration_that_imports_or_never_ends_is_refused_as_a_mapping_and_
         ({"use_rslora": "maybe"}, "lora.use_rslora must be"),
         ({"lora_bias": 1}, "lora.lora_bias must be"),
         ({"inference_mode": "no"}, "lora.inference_mode must be"),
+        # Files of saved adapters have it.
+        ({"inference_mode": True}, "give their folder as adapter"),
         ({"modules_to_save": "embed_tokens,lm_head"}, r"Write \[embed_tokens, lm_head\]"),
         ({"trainable_token_indices": 5}, r"a list of token ids, got 5. Write \[5\]"),
         ({"trainable_token_indices": [3, -1]}, "trainable_token_indices must be at least 0, got -1"),

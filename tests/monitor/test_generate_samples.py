@@ -86,6 +86,18 @@ def test_answers_are_those_of_the_weights_at_each_validation(runs):
     assert samples.status().state == "active"
 
 
+def test_answers_that_no_logger_takes_are_told(tmp_path, caplog):
+    caplog.set_level("INFO")
+    samples = GenerateSamples(PROMPTS, max_new_tokens=5, tokenizer=word_tokenizer())
+    fit(tmp_path, samples)
+    told = [record.message for record in caplog.records if record.message.startswith("sample at step")]
+    assert told == [
+        f"sample at step {found.step}: {prompt!r} -> {answer!r}"
+        for found in samples.samples
+        for prompt, answer in zip(PROMPTS, found.answers)
+    ]
+
+
 def test_report_has_prompts_and_answers(runs):
     _, _, samples, report = runs
     data, text = json.loads(report.json_path.read_text()), report.html_path.read_text()

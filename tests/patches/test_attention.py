@@ -5,6 +5,8 @@ import importlib.metadata
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from lightning_fastft.core.errors import BackendError, ShapeError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
@@ -383,7 +385,7 @@ def call(*, length=None, **overrides):
     ("arguments", "error", "message"),
     [
         ({"length": 30}, ShapeError, "use_cache=False"),
-        ({"module": nn.Module().train(), "dropout": 0.1}, BackendError, r"config\.attention_dropout = 0\.0"),
+        ({"module": nn.Module().train(), "dropout": 0.1}, BackendError, r"attention_dropout=0\.0"),
         ({"attention_mask": torch.zeros(1, 1, 29, 29)}, BackendError, "its own mask"),
         ({"is_causal": False}, BackendError, "not causal"),
         ({"output_attentions": True}, BackendError, "no attention weights"),
@@ -406,6 +408,13 @@ def test_a_context_refuses_what_packed_attention_cannot_do(arguments, error, mes
     call()
     with pytest.raises(error, match=message):
         call(**arguments)
+
+
+def test_attention_dropout_is_refused_with_the_field_of_the_family():
+    """GPT-2 drops attention weights by default, and its configuration names the share attn_pdrop."""
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=16, n_positions=64)
+    with pytest.raises(BackendError, match=r"attn_pdrop=0\.0"):
+        call(module=GPT2Attention(config, layer_idx=0).train(), dropout=config.attn_pdrop)
 
 
 def test_dropout_outside_training_is_no_dropout():

@@ -257,6 +257,37 @@ def test_the_auxiliary_loss_of_routers_stays_in_the_loss(name):
     assert (run(model, batch)[0].loss - ours[0].loss).abs() > 1e-3
 
 
+@pytest.mark.parametrize("is_lazy", [True, False], ids=["lazy", "tensor"])
+def test_labels_of_the_callers_own_cross_no_border(is_lazy):
+    """labels = input_ids also labels the first token of each document and the pad tail."""
+    model, batch = build().train(), make_batch(num_items=9.0)
+    every, inside = batch["input_ids"].clone(), batch["input_ids"].clone()
+    inside[0, batch.context.start_S1[:-1]] = -100
+    inside[0, batch.context.num_real_tokens :] = -100
+    expected = run(model, batch, labels=inside, num_items_in_batch=4.0)
+    install_head(model, ModelPatcher())
+    batch.context.output_logits = not is_lazy
+    ours = run(model, batch, labels=every, num_items_in_batch=4.0)
+    assert isinstance(ours[0].logits, LazyLogits) == is_lazy
+    assert_same(expected, ours)
+    # None is the mean over the labels that are left.
+    mean = model(**{**batch_of(batch), "labels": every, "num_items_in_batch": None}).loss
+    torch.testing.assert_close(mean, ours[0].loss * 4.0 / int((inside != -100).sum()))
+
+
+def test_changed_labels_with_the_planned_divisor_are_named_once():
+    model, batch = build().train(), make_batch(num_items=9.0)
+    install_head(model, ModelPatcher())
+    other = batch["labels"].clone()
+    run(model, batch)
+    run(model, batch, labels=other, num_items_in_batch=5.0)
+    with torch.no_grad():
+        model(**{**batch_of(batch), "labels": other})
+    with pytest.warns(UserWarning, match="num_items_in_batch=None"):
+        run(model, batch, labels=other)
+    run(model, batch, labels=other)
+
+
 def test_labels_of_the_callers_own_are_used():
     model, batch = build().train(), make_batch(num_items=9.0)
     other = batch["labels"].clone()
@@ -268,11 +299,12 @@ def test_labels_of_the_callers_own_are_used():
         run(model, batch, labels=batch["labels"].clone()),
     ]
     install_head(model, ModelPatcher())
-    ours = [
-        run(model, batch, labels=other),
-        run(model, batch, shift_labels=shifted),
-        run(model, batch, labels=batch["labels"].clone()),
-    ]
+    with pytest.warns(UserWarning, match="labels of a packed batch were changed"):
+        ours = [
+            run(model, batch, labels=other),
+            run(model, batch, shift_labels=shifted),
+            run(model, batch, labels=batch["labels"].clone()),
+        ]
     for one, two in zip(expected, ours):
         assert isinstance(two[0].logits, LazyLogits)
         assert_same(one, two)
@@ -283,7 +315,8 @@ def test_labels_changed_in_place_are_used():
     batch["labels"][0, 2:9] = 7
     expected = run(model, batch)
     install_head(model, ModelPatcher())
-    assert_same(expected, run(model, batch))
+    with pytest.warns(UserWarning, match="labels of a packed batch were changed"):
+        assert_same(expected, run(model, batch))
 
 
 def test_sliced_states_give_tensor_logits():

@@ -45,6 +45,20 @@ def test_a_family_without_the_interface_is_exact(is_adapted):
     assert_close(gradients, take_gradients(model))
 
 
+def test_labels_of_the_callers_own_cross_no_border():
+    """labels = input_ids also labels the first token of each document and the pad tail."""
+    model, batch = tiny_bloom().train(), make_batch()
+    install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing(), attention="one_by_one")
+    inside = batch["input_ids"].clone()
+    inside[0, batch.context.start_S1[:-1]] = -100
+    inside[0, batch.context.num_real_tokens :] = -100
+    keywords = {**dict(batch.items()), "num_items_in_batch": None}
+    expected = model(**{**keywords, "labels": inside}).loss
+    assert torch.equal(model(**{**keywords, "labels": batch["input_ids"].clone()}).loss, expected)
+    planned = model(**{**keywords, "labels": inside, "num_items_in_batch": 3.0}).loss
+    torch.testing.assert_close(expected, planned * 3.0 / int((inside != -100).sum()))
+
+
 def test_without_a_context_the_model_is_its_own():
     model, ids = tiny_bloom().eval(), torch.arange(3, 12)[None]
     expected = model(input_ids=ids).logits

@@ -247,7 +247,8 @@ def describe_process():
 def test_nothing_stays_in_the_process_after_an_error(tmp_path, end):
     before = describe_process()
     report = RunReport(path=tmp_path / "a.html", profile_step=0)
-    callbacks = [end("on_train_batch_end"), Watchdog(), HostWaitDetector(steps=[0, 1]), report, FiniteGuard()]
+    guard = FiniteGuard(unsupported="wait")
+    callbacks = [end("on_train_batch_end"), Watchdog(), HostWaitDetector(steps=[0, 1]), report, guard]
     trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), callbacks=callbacks)
     with pytest.raises((ValueError, PlantedError)):
         trainer.fit(PlainModule(tiny_llama()), packed_loader(4))

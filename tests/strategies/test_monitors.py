@@ -80,6 +80,17 @@ def test_monitor_that_a_fine_tuner_does_not_log_is_named(tmp_path, make, monitor
     assert all("'val_loss'" in message for message in named)
 
 
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}], ids=["read after an epoch", "read after it"])
+def test_early_stopping_without_a_validation_is_refused_before_the_first_step(tmp_path, options):
+    module = tuner()
+    with pytest.raises(OptionError, match=r"EarlyStopping.*no validation"):
+        fit(tmp_path, module, EarlyStopping("val_loss"), limit_val_batches=0, **options)
+    assert module.trainer.global_step == 0
+    # Training metrics need no validation, and a callback that is not strict waits for its metric.
+    for callback in (EarlyStopping("train_loss"), EarlyStopping("val_loss", strict=False)):
+        assert fit(tmp_path, tuner(), callback, limit_val_batches=0).global_step == 6
+
+
 class LogsMore(Callback):
     """A callback of the user that logs a name like one of the module's."""
 

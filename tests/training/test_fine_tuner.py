@@ -186,8 +186,22 @@ def test_plain_batches_train_under_a_plain_strategy(tmp_path):
     trainer = quiet_trainer(tmp_path, max_steps=2)
     trainer.fit(tuner(), DataLoader(batches, batch_size=None))
     assert trainer.global_step == 2
+    unlabelled = DataLoader([{"input_ids": ids[0]}], batch_size=None)
     with pytest.raises(DataError, match="labels"):
-        quiet_trainer(tmp_path).fit(tuner(), DataLoader([{"input_ids": ids[0]}], batch_size=None))
+        quiet_trainer(tmp_path).fit(tuner(), unlabelled)
+    with pytest.raises(DataError, match="labels"):
+        quiet_trainer(tmp_path).validate(tuner(), unlabelled, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"), [({"prompt": "a", "completion": "b"}, "prompt, completion"), ([torch.zeros(1, 9)], "list")]
+)
+def test_rows_that_no_datamodule_has_tokenised_are_refused_with_the_way_out(tmp_path, batch, told):
+    rows = DataLoader([batch], batch_size=None)
+    with pytest.raises(DataError, match=f"{told}.*datamodule=PackedDataModule"):
+        quiet_trainer(tmp_path).fit(tuner(), rows)
+    with pytest.raises(DataError, match="datamodule=PackedDataModule"):
+        quiet_trainer(tmp_path).validate(tuner(), rows, verbose=False)
 
 
 # Evaluation.

@@ -1,7 +1,13 @@
 """RewardTuner: scores of packed completions against each alone, its losses, and what stock transformers reads back."""
 
+import contextlib
+import json
+
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import DataError, OptionError, UnsupportedModelError
 from lightning_fastft.packing.collate import collate
@@ -11,6 +17,12 @@ from tests.support.packs import assert_close, make_groups, separate
 from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import quiet_data, quiet_trainer
 from tests.support.tuners import CONFIG, LORA, gradients, make_tuner, packed, pairs, step
+
+
+def tiny_tokenizer(**options):
+    names = ["<pad>", "</s>", "a", "b", "c", "d"]
+    words = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", **options)
 
 
 def scores_alone(tuner, documents):
@@ -62,7 +74,6 @@ def test_scores_are_predicted():
 @pytest.mark.parametrize("lora", [True, False])
 def test_stock_transformers_reads_the_classifier(tmp_path, lora):
     from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification
 
     tuner, documents = make_tuner(RewardTuner, **({} if lora else {"lora": None})), pairs()
     truth = torch.stack(scores_alone(tuner, documents)).detach()
@@ -80,6 +91,36 @@ def test_stock_transformers_reads_the_classifier(tmp_path, lora):
             for document in separate(documents)
         ]
     assert_close(torch.stack(found), truth)
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "</s>"], ids=["a token of its own", "the end"])
+@pytest.mark.parametrize("lora", [True, False], ids=["adapters", "whole"])
+def test_padding_hides_no_trained_token_from_a_saved_classifier(tmp_path, lora, pad):
+    """Many tokenizers pad with the end-of-sequence token, at which a score is trained."""
+    tokenizer = tiny_tokenizer(pad_token=pad)
+    tuner = make_tuner(RewardTuner, tokenizer=tokenizer, **({} if lora else {"lora": None}))
+    base = tuner.model.config
+    base.pad_token_id = None
+    is_hidden = pad == tokenizer.eos_token
+    with pytest.warns(UserWarning, match="before the end") if is_hidden else contextlib.nullcontext():
+        tuner.save_pretrained(str(tmp_path / "saved"))
+    if lora:
+        return
+    ids = torch.tensor([[3, 4, 5, tokenizer.eos_token_id]])
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    assert classifier.config.pad_token_id == (None if is_hidden else tokenizer.pad_token_id)
+    hidden = classifier.model(input_ids=ids).last_hidden_state[0, -1]
+    assert_close(classifier(input_ids=ids).logits[0], classifier.score(hidden))
+    # A configuration of the base's own with the end as padding is corrected too.
+    base.pad_token_id = tokenizer.eos_token_id
+    with pytest.warns(UserWarning, match="before the end"):
+        tuner.save_pretrained(str(tmp_path / "again"))
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["pad_token_id"] is None
+
+
+def test_a_mean_that_no_classifier_reads_is_named(tmp_path):
+    with pytest.warns(UserWarning, match="read='mean' is not saved"):
+        make_tuner(RewardTuner, read="mean").save_pretrained(str(tmp_path / "saved"))
 
 
 def test_adapters_that_are_there_already_are_trained_with_a_head():
@@ -103,7 +144,7 @@ def test_a_pack_without_pairs_is_refused():
 
 
 def classifier(**options):
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
     return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**CONFIG, num_labels=1, **options))
 

@@ -23,7 +23,7 @@ from lightning_fastft.packing.rows.rejects import IMAGE_UNSERVED, IMAGE_WITH_COM
 from lightning_fastft.packing.rows.steps import join_steps, read_steps
 from lightning_fastft.packing.tokens import chat
 from lightning_fastft.packing.tokens.control_tokens import Rendered
-from lightning_fastft.packing.tokens.spans import move_spans, place_spans
+from lightning_fastft.packing.tokens.spans import find_repeated_prompt, move_spans, place_spans
 from lightning_fastft.packing.tokens.token_ids import (
     Encoded,
     TokenIdError,
@@ -271,7 +271,8 @@ class Formatter:
 
     def _render_pair(self, prompt: str, completion: str) -> Rendered:
         begin = 0 if self._options.loss_on == "all" else len(prompt)
-        return Rendered(prompt + completion, ((begin, len(prompt) + len(completion)),))
+        spans = ((begin, len(prompt) + len(completion)),)
+        return Rendered(prompt + completion, spans, notes=find_repeated_prompt(prompt, completion))
 
     def _render_chat(
         self,

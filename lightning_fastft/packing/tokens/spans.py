@@ -14,6 +14,10 @@ from lightning_fastft.packing.tokens.control_tokens import Rendered
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PROMPT_TWICE = "rows whose completion begins with its prompt, which the model reads twice"
+# A shorter prompt may begin an answer by chance.
+_FEWEST_CHARACTERS = 16
+
 
 def move_spans(
     spans: Sequence[tuple[int, int]], places: Sequence[tuple[int, int, int, int]]
@@ -41,6 +45,17 @@ def move_spans(
         if begin < end:
             moved.append((begin + shift, end + shift))
     return tuple(moved)
+
+
+def find_repeated_prompt(prompt: str, completion: str) -> tuple[str, ...]:
+    """Return a note on a completion that begins with its prompt, if it does.
+
+    Example:
+        >>> find_repeated_prompt("What is two and two? ", "What is two and two? Four.") == (PROMPT_TWICE,)
+        True
+    """
+    begin = prompt.strip()
+    return (PROMPT_TWICE,) if len(begin) >= _FEWEST_CHARACTERS and completion.lstrip().startswith(begin) else ()
 
 
 def place_spans(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from lightning_fastft.core.errors import ContextError
+from lightning_fastft.core.errors import ContextError, DataError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import BatchContext
 
@@ -24,9 +24,11 @@ def call_model(model: Any, batch: PackedBatch | Mapping[str, Any]) -> Any:
     """Return the output of a model, and check that a packed batch was read as packed.
 
     Raises:
+        DataError: The batch has no tokens.
         ContextError: No attention layer read the context of a pack of several documents.
     """
     if not isinstance(batch, PackedBatch):
+        _check_tokens(batch)
         return model(**batch)
     num_reads = batch.context.num_reads
     output = model(**batch)
@@ -36,6 +38,18 @@ def call_model(model: Any, batch: PackedBatch | Mapping[str, Any]) -> Any:
             "other. Use Trainer(strategy='fastft'), or add the callback PackedTraining() under another strategy."
         )
     return output
+
+
+def _check_tokens(batch: Any) -> None:
+    """Check that a batch of a loader of the user's own can be given to a model."""
+    is_mapping = isinstance(batch, Mapping)
+    if is_mapping and ("input_ids" in batch or "inputs_embeds" in batch):
+        return
+    found = f"one with {', '.join(map(str, batch)) or 'nothing'}" if is_mapping else type(batch).__name__
+    raise DataError(
+        f"A batch must be a mapping with input_ids, got {found}. Rows of text are not tokenised by the Trainer: give "
+        "them to PackedDataModule, and call trainer.fit(model, datamodule=PackedDataModule(rows))."
+    )
 
 
 def run_objective(model: Any, batch: PackedBatch, objective: Callable[[LazyLogits], torch.Tensor]) -> torch.Tensor:

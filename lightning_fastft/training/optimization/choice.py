@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError
@@ -144,3 +145,14 @@ def make_schedule(
     whole_steps = 0 if is_endless else int(num_steps)
     num_warmup_steps = math.ceil(warmup_share * whole_steps) if warmup_steps is None else warmup_steps
     return learning_rate_schedule(name, num_steps=whole_steps, num_warmup_steps=num_warmup_steps, end_share=end_share)
+
+
+def warn_of_new_schedule(trainer: Trainer, name: str, *, num_steps: float) -> None:
+    """Warn in a second fit of a Trainer that a falling schedule begins anew and does not reach its end."""
+    num_done = trainer.global_step
+    if name != "constant" and trainer.ckpt_path is None and 0 < num_done < num_steps:
+        rank_zero_warn(
+            f"This Trainer has trained {num_done} of {num_steps:.0f} optimizer steps, and its next fit has a new "
+            f"optimizer and a new {name!r} schedule, which ends {num_done} steps too early. To continue, save a "
+            "checkpoint and give it to fit as ckpt_path. For a new run, make a new Trainer."
+        )

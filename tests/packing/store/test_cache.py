@@ -584,6 +584,26 @@ def test_rows_with_control_tokens_are_counted_and_the_first_is_named():
     assert "row 2" in note
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "two plus two plus two is\n", "completion": "four"},
+        {"prompt": "two plus two plus two is\n", "chosen": "four", "rejected": "five"},
+    ],
+    ids=["completion", "preference"],
+)
+def test_completions_that_begin_with_their_prompt_are_counted_and_the_first_is_named(row):
+    answers = [name for name in row if name != "prompt"]
+    repeated = {**row, **{name: f"{row['prompt']}{row[name]}" for name in answers}}
+    # A short prompt may begin an answer by chance.
+    short = {"prompt": "two", **{name: f"two {row[name]}" for name in answers}}
+    options = FormatOptions(max_tokens=128)
+    dataset = tokenize_sources([row, repeated, short, repeated], tokenizer=build_tokenizer(), options=options)
+    (note,) = [note for note in dataset.report.notes if "begins with its prompt" in note]
+    assert note.startswith("2 ")
+    assert "row 2" in note
+
+
 def damage_entry(path, name, change):
     content = bytearray((path / name).read_bytes())
     (path / name).write_bytes(change(content))

@@ -79,6 +79,21 @@ def test_a_run_that_goes_on_for_longer_has_its_own_rate_from_its_first_step(tmp_
     assert found == pytest.approx([1 - step / 6 for step in range(4, 6)])
 
 
+@pytest.mark.filterwarnings("ignore:Resumed with another setting")
+def test_a_second_fit_of_a_trainer_says_that_its_schedule_ends_too_early(tmp_path):
+    module, saved = tuner(warmup_steps=0, scheduler="linear"), tmp_path / "a.ckpt"
+    trainer = quiet_trainer(tmp_path, max_epochs=1, max_steps=-1, strategy="fastft")
+    trainer.fit(module, packed_loader(4))
+    trainer.save_checkpoint(saved)
+    trainer.fit_loop.max_epochs = 2
+    with pytest.warns(UserWarning, match="trained 4 of 8 optimizer steps"):
+        trainer.fit(module, packed_loader(4))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5 * module.learning_rate)
+    # A checkpoint brings its place in the schedule.
+    trainer.fit(module, packed_loader(4), ckpt_path=saved)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0
+
+
 def test_schedules_rise_and_fall_as_described():
     assert shares(tuner(warmup_steps=3), 7) == pytest.approx(
         [1 / 3, 2 / 3, 1.0, 0.904508, 0.654508, 0.345492, 0.095492], abs=1e-6
