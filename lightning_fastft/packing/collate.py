@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from lightning_fastft.core.errors import ShapeError
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.context_content import split_pad_tokens
-from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.document import IGNORED_LABEL, Document, Part, is_untouched_view, split_document
 from lightning_fastft.packing.images import merge_inputs
 from lightning_fastft.packing.pack_mask import PackMask
 from lightning_fastft.packing.spans import BidirectionalSpans
@@ -102,6 +102,21 @@ class PackedBatch:
     def __len__(self) -> int:
         return len(self._items)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "has_own_labels": self._has_own_labels}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # PyTorch counts the tensors of a loader's worker as written to.
+        has_own_labels = state.pop("has_own_labels")
+        vars(self).update(state)
+        labels = self.context.label_T.data[None] if has_own_labels else self._items["labels"].clone()
+        self._items = {**self._items, "labels": labels}
+
+    @property
+    def _has_own_labels(self) -> bool:
+        """Whether the labels are those of the context, whose labelled rows the loss then reads."""
+        return is_untouched_view(self._items["labels"], of=self.context.label_T)
+
     @property
     def has_images(self) -> bool:
         """Whether a document of the pack has images."""
@@ -147,7 +162,9 @@ class PackedBatch:
         other.index = self.index
         other.numbers = self.numbers
         # Views of tensors that the context has moved already, so that each is copied once.
-        shared = {"labels": context.label_T[None], "context": context}
+        shared = {"context": context}
+        if self._has_own_labels:
+            shared["labels"] = context.label_T[None]
         if self._items["position_ids"].ndim == 2:
             shared["position_ids"] = context.position_T[None]
         other._items = {
@@ -231,58 +248,6 @@ def collate(
         index=index,
         numbers=numbers,
     )
-
-
-class Part(NamedTuple):
-    """A document of a pack: a whole example, a prompt, or a completion behind its prompt.
-
-    Args:
-        input_ids: Token ids.
-        labels: Unshifted labels.
-        log_probs: Log-probability of each token; None where it is not known.
-        distance: How many documents before it its prefix is; 0 for none.
-        is_completion: Whether it is, or ends with, a completion.
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    log_probs: np.ndarray | None = None
-    distance: int = 0
-    is_completion: bool = False
-
-    def rows(self, index: np.ndarray) -> Part:
-        """Return a part of the chosen tokens."""
-        log_probs = None if self.log_probs is None else self.log_probs[index]
-        return Part(self.input_ids[index], self.labels[index], log_probs)
-
-
-def split_document(document: Document, *, shares_prompt: bool) -> list[Part]:
-    """Return the documents of the pack that an example becomes.
-
-    Example:
-        >>> ids = np.array([1, 2, 3, 7, 8])
-        >>> document = Document(ids, ids, segment_lengths=(3, 1, 1), scores=(1.0, 0.0))
-        >>> [part.input_ids.tolist() for part in split_document(document, shares_prompt=True)]
-        [[1, 2], [3, 7], [3, 8]]
-    """
-    if not document.segment_lengths:
-        return [Part(document.input_ids, document.labels)]
-    num_prompt = document.segment_lengths[0]
-    # The last token of the prompt begins each completion: it is the prompt's only row that has a target, another in
-    # each.
-    begin = num_prompt - 1 if shares_prompt else 0
-    labels = document.labels.copy()
-    labels[:num_prompt] = IGNORED_LABEL
-    whole = Part(document.input_ids, labels, document.log_probs)
-    if document.is_stepwise:
-        return [whole._replace(is_completion=True)]
-    parts = [whole.rows(np.arange(begin))] if begin else []
-    start = num_prompt
-    for number, length in enumerate(document.segment_lengths[1:]):
-        rows = np.r_[begin:num_prompt, start : start + length]
-        parts.append(whole.rows(rows)._replace(distance=number + 1 if begin else 0, is_completion=True))
-        start += length
-    return parts
 
 
 def _check_documents(documents: Sequence[Document]) -> bool:

@@ -1,4 +1,4 @@
-"""Document: one tokenised example, as the data set returns it and the collator takes it."""
+"""Document: one tokenised example, as the data set returns it and the collator takes it, and its parts in a pack."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
+
     from lightning_fastft.packing.images import ImageFile, ImageInputs
 
 IGNORED_LABEL = -100
@@ -56,3 +58,67 @@ def last_turn(document: Document) -> tuple[list[int], list[int]]:
     untrained = np.flatnonzero(~is_trained_T[:end])
     begin = int(untrained[-1]) + 1 if len(untrained) else 0
     return document.input_ids[:begin].tolist(), document.input_ids[begin:end].tolist()
+
+
+class Part(NamedTuple):
+    """A document of a pack: a whole example, a prompt, or a completion behind its prompt.
+
+    Args:
+        input_ids: Token ids.
+        labels: Unshifted labels.
+        log_probs: Log-probability of each token; None where it is not known.
+        distance: How many documents before it its prefix is; 0 for none.
+        is_completion: Whether it is, or ends with, a completion.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    log_probs: np.ndarray | None = None
+    distance: int = 0
+    is_completion: bool = False
+
+    def rows(self, index: np.ndarray) -> Part:
+        """Return a part of the chosen tokens."""
+        log_probs = None if self.log_probs is None else self.log_probs[index]
+        return Part(self.input_ids[index], self.labels[index], log_probs)
+
+
+def split_document(document: Document, *, shares_prompt: bool) -> list[Part]:
+    """Return the documents of the pack that an example becomes.
+
+    Example:
+        >>> ids = np.array([1, 2, 3, 7, 8])
+        >>> document = Document(ids, ids, segment_lengths=(3, 1, 1), scores=(1.0, 0.0))
+        >>> [part.input_ids.tolist() for part in split_document(document, shares_prompt=True)]
+        [[1, 2], [3, 7], [3, 8]]
+    """
+    if not document.segment_lengths:
+        return [Part(document.input_ids, document.labels)]
+    num_prompt = document.segment_lengths[0]
+    # The last token of the prompt begins each completion: it is the prompt's only row that has a target, another in
+    # each.
+    begin = num_prompt - 1 if shares_prompt else 0
+    labels = document.labels.copy()
+    labels[:num_prompt] = IGNORED_LABEL
+    whole = Part(document.input_ids, labels, document.log_probs)
+    if document.is_stepwise:
+        return [whole._replace(is_completion=True)]
+    parts = [whole.rows(np.arange(begin))] if begin else []
+    start = num_prompt
+    for number, length in enumerate(document.segment_lengths[1:]):
+        rows = np.r_[begin:num_prompt, start : start + length]
+        parts.append(whole.rows(rows)._replace(distance=number + 1 if begin else 0, is_completion=True))
+        start += length
+    return parts
+
+
+def is_untouched_view(labels: torch.Tensor, *, of: torch.Tensor) -> bool:
+    """Return whether labels share the memory of the context and were not written to; no host sync."""
+    is_same = (
+        labels.data_ptr() == of.data_ptr()
+        and labels.numel() == of.numel()
+        and labels.dtype is of.dtype
+        and labels.device == of.device
+    )
+    # Inference tensors have no version counter; Lightning's evaluation creates them.
+    return is_same and (labels.is_inference() or labels._version == 0)

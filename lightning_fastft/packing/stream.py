@@ -86,7 +86,7 @@ class DocumentSubset:
 
 
 def _count_computed(documents: TokenizedDataset, *, shares_prompts: bool, adds_mismatched: bool) -> np.ndarray:
-    """Return the tokens that each document takes in a pack (``collate.split_document``), int64."""
+    """Return the tokens that each document takes in a pack (``document.split_document``), int64."""
     store = documents.completions
     if store is None:
         return documents.length_N

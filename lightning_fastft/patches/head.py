@@ -18,7 +18,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.hf.families import find_decoder
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
 from lightning_fastft.packing.context import BatchContext
-from lightning_fastft.packing.document import IGNORED_LABEL
+from lightning_fastft.packing.document import IGNORED_LABEL, is_untouched_view
 from lightning_fastft.packing.parts import PackPart
 from lightning_fastft.patches.lazy_logits import LazyLogits
 from lightning_fastft.patches.part_exchange import sum_over_parts
@@ -112,7 +112,7 @@ class HeadLink:
         objective, self._objective = self._objective, None
         part, self._part = self._part, None
         context, self._context = self._context, None
-        is_own = isinstance(logits, LazyLogits) and _is_untouched_view(labels, of=logits.context.label_T)
+        is_own = isinstance(logits, LazyLogits) and is_untouched_view(labels, of=logits.context.label_T)
         if part is not None and (objective is not None or shift_labels is not None or not is_own):
             raise ContextError(
                 "Under context parallelism the loss is the cross-entropy of the pack's own labels: the label of the "
@@ -126,7 +126,7 @@ class HeadLink:
                     "logits_to_keep."
                 )
             return objective(logits)
-        if context is not None and shift_labels is None and not _is_untouched_view(labels, of=context.label_T):
+        if context is not None and shift_labels is None and not is_untouched_view(labels, of=context.label_T):
             labels = drop_border_labels(labels, context)
             self._tell_of_labels(num_items_in_batch, context)
         rest = {
@@ -282,7 +282,7 @@ def _find_targets(
     The rows are the context's if the labels are the context's own, else all rows of the labels.
     """
     context = logits.context
-    if shift_labels is None and _is_untouched_view(labels, of=context.label_T):
+    if shift_labels is None and is_untouched_view(labels, of=context.label_T):
         return context.labelled_row_R, context.labelled_target_R, context.num_labelled, context.num_labelled
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
@@ -307,18 +307,6 @@ def _labelled_loss(
     nll_sum, num_correct = token_statistics(head, **rows)
     logits.statistics = nll_sum, num_correct, num_labelled
     return nll_sum / num_items
-
-
-def _is_untouched_view(labels: torch.Tensor, *, of: torch.Tensor) -> bool:
-    """Return whether labels share the memory of the context and were not written to; no host sync."""
-    is_same = (
-        labels.data_ptr() == of.data_ptr()
-        and labels.numel() == of.numel()
-        and labels.dtype is of.dtype
-        and labels.device == of.device
-    )
-    # Inference tensors have no version counter; Lightning's evaluation creates them.
-    return is_same and (labels.is_inference() or labels._version == 0)
 
 
 def _at_least_one(count: int | torch.Tensor) -> int | torch.Tensor:

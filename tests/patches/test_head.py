@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -310,13 +311,36 @@ def test_labels_of_the_callers_own_are_used():
         assert_same(one, two)
 
 
-def test_labels_changed_in_place_are_used():
+def as_it_is(batch):
+    return batch
+
+
+def through_a_worker(batch):
+    return pickle.loads(pickle.dumps(batch))
+
+
+def to_a_device(batch):
+    # A device to copy to is not everywhere.
+    return batch._map(torch.clone, batch.context._map(torch.clone))
+
+
+@pytest.mark.parametrize("move", [as_it_is, through_a_worker, to_a_device])
+def test_labels_changed_in_place_are_used(move):
     model, batch = build().train(), make_batch(num_items=9.0)
     batch["labels"][0, 2:9] = 7
     expected = run(model, batch)
     install_head(model, ModelPatcher())
     with pytest.warns(UserWarning, match="labels of a packed batch were changed"):
-        assert_same(expected, run(model, batch))
+        assert_same(expected, run(model, move(batch)))
+
+
+@pytest.mark.parametrize("move", [through_a_worker, to_a_device])
+def test_moved_labels_are_those_of_the_pack(move):
+    model, batch = build().train(), make_batch(num_items=9.0)
+    expected = run(model, batch)
+    install_head(model, ModelPatcher())
+    # A warning would be an error.
+    assert_same(expected, run(model, move(batch)))
 
 
 def test_sliced_states_give_tensor_logits():

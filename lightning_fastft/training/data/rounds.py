@@ -10,9 +10,9 @@ import torch
 
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import FastFTError
-from lightning_fastft.packing.collate import PackedBatch, collate, split_document
+from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
-from lightning_fastft.packing.document import Document
+from lightning_fastft.packing.document import Document, split_document
 from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
