@@ -20,6 +20,7 @@ from lightning_fastft.kernels.attention.cudnn_backend import backward_bytes
 from lightning_fastft.kernels.attention.op import CUDNN_HEAD_WIDTH, CUDNN_MIN_DOCUMENT_LENGTH
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import THIN_COLUMNS
+from lightning_fastft.kernels.launch import run_on_meta
 
 # Shares are relative to what one H200 reaches, where most were measured: 4.3 TB/s, and 690 TFLOP/s in dense bf16
 # products. Causal attention in TFLOP/s, forward and backward, by document length: flash attention, and cuDNN
@@ -158,8 +159,7 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         """Run an operator on the meta device and add its cost."""
         kwargs = kwargs or {}
-        # PyTorch 2.11 mistakes the dtype of the result for a factor on the meta device.
-        out = kwargs["out"] if func is _ATEN.addmm.dtype_out else func(*args, **kwargs)
+        out = run_on_meta(func, args, kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         extra_bytes = self._charge_operator(func, (args, kwargs), out, inputs, outputs)
         self._track(outputs, inputs, count=lambda tensor: tensor.untyped_storage().nbytes())

@@ -83,7 +83,12 @@ class LaunchRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run operators as without the mode."""
-        return function(*args, **(kwargs or {}))
+        return run_on_meta(function, args, kwargs or {})
+
+
+def run_on_meta(function: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on the meta device; PyTorch 2.11 mistakes the dtype of one product for a factor."""
+    return kwargs["out"] if function is torch.ops.aten.addmm.dtype_out else function(*args, **kwargs)
 
 
 def current_recorder() -> LaunchRecorder | None:
