@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -148,6 +149,8 @@ class FolderCheckpointStrategy(ExpertParallelMixin, ModelParallelStrategy):
         if not place.is_dir():
             on_all_ranks(lambda: check_file(place) if self.is_global_zero else True, error=DamagedCheckpointError)
             warn_without_digest(place)
+            # Lightning loads every tensor before it returns the rest.
+            self._check_settings(torch.load(place, map_location="cpu", mmap=True, weights_only=True))
             return super().load_checkpoint(place, True)
         from lightning_fastft.checkpoint.folders import load_folder
 
