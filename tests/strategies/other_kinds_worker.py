@@ -40,6 +40,7 @@ CASES = {
     "no moments": ({}, {"optimizer": plain}, "betas"),
     "momentum": ({"optimizer": momentum}, {}, "momentum"),
     "groups": ({}, {"optimizer": torch.optim.AdamW, "weight_decay": None}, "parameter groups"),
+    "same without moments": ({"optimizer": plain}, {"optimizer": plain}, ""),
     "same": ({"scheduler": steps_down}, {"scheduler": steps_down}, ""),
 }
 # As a folder or one file.
