@@ -29,6 +29,7 @@ from lightning_fastft.checkpoint.atomic import part_beside, remove_empty
 from lightning_fastft.checkpoint.digests import hash_file
 from lightning_fastft.checkpoint.files import check_folder, commit_folder, load_file, replace_folder, save_file
 from lightning_fastft.checkpoint.ranks import on_all_ranks
+from lightning_fastft.checkpoint.settings import check_optimizer
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DamagedCheckpointError,
@@ -154,7 +155,7 @@ def load_folder(
     Raises:
         DamagedCheckpointError: On all ranks, if a file is missing or does not match its digest.
         UnsafeCheckpointError: The index or a shard has more than tensors and plain types.
-        ResumeError: The tensors of an optimizer differ from the saved ones.
+        ResumeError: The saved state is that of another kind of optimizer, or its tensors differ.
 
     Cost:
         Together the ranks read the folder once more, for the digests.
@@ -172,6 +173,8 @@ def load_folder(
     content: dict[str, Any] = load_file(path / METADATA)
     judge(content)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata if optimizers else {}
+    for number, optimizer in enumerate(optimizers):
+        check_optimizer(optimizer, _read_groups(path, stored, name=f"optimizer_{number}"))
     state = {_WEIGHTS: get_model_state_dict(module)}
     load(state, checkpoint_id=path, planner=_PlainPlanner())
     module.load_state_dict(state[_WEIGHTS], strict=strict)
@@ -226,6 +229,18 @@ def as_one_file(path: Path) -> Iterator[BinaryIO]:
         torch.save(read_folder(path), file)
         file.seek(0)
         yield file
+
+
+def _read_groups(path: Path, stored: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """Return the groups of a saved optimizer with their options."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key in stored:
+        if key.startswith(f"{name}.param_groups."):
+            number, _, option = key.removeprefix(f"{name}.param_groups.").partition(".")
+            groups.setdefault(number, {})[option] = None
+    found = {name: {"param_groups": [groups[number] for number in sorted(groups, key=int)]}}
+    load(found, checkpoint_id=path, planner=_PlainPlanner())
+    return found[name]
 
 
 def _check_moments(held: Mapping[str, Any], stored: Mapping[str, Any], *, name: str) -> None:

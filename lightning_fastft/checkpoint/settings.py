@@ -81,7 +81,8 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Check that a saved state is not that of another kind of optimizer, by the options of its first group.
 
     Raises:
-        ResumeError: Each has numbers among its options that the other has not.
+        ResumeError: Each has numbers among its options that the other has not, or they have different numbers of
+            parameter groups.
     """
     own, found = _numbers(optimizer.defaults), _numbers(saved["param_groups"][0])
     if own - found and found - own:
@@ -89,6 +90,13 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             f"The checkpoint holds the state of an optimizer with the options {', '.join(sorted(found))}, and "
             f"{type(optimizer).__name__} has {', '.join(sorted(own))}. Resume with the optimizer of that run, or start "
             "a new run from its weights without ckpt_path."
+        )
+    num_own, num_saved = len(optimizer.param_groups), len(saved["param_groups"])
+    if num_own != num_saved:
+        raise ResumeError(
+            f"The optimizer of the checkpoint has {num_saved} parameter groups, and {type(optimizer).__name__} of this "
+            f"run has {num_own}. Resume with the optimizer of that run, or start a new run from its weights without "
+            "ckpt_path."
         )
 
 

@@ -145,21 +145,23 @@ class FolderCheckpointStrategy(ExpertParallelMixin, ModelParallelStrategy):
         warn_of_options(weights_only)
         io = self.checkpoint_io
         on_all_ranks(lambda: io.prepare(place.parent) if self.is_global_zero else None, error=DamagedCheckpointError)
-        if not place.is_dir():
-            on_all_ranks(lambda: check_file(place) if self.is_global_zero else True, error=DamagedCheckpointError)
-            warn_without_digest(place)
-            return super().load_checkpoint(place, True)
-        from lightning_fastft.checkpoint.folders import load_folder
-
         assert self.lightning_module is not None
         assert self.model is not None
-        return load_folder(
-            place,
-            module=self.model,
-            optimizers=self.optimizers,
-            strict=self.lightning_module.strict_loading,
-            judge=self._check_settings,
-        )
+        options: dict[str, Any] = {
+            "module": self.model,
+            "optimizers": self.optimizers,
+            "strict": self.lightning_module.strict_loading,
+            "judge": self._check_settings,
+        }
+        if place.is_dir():
+            from lightning_fastft.checkpoint.folders import load_folder
+
+            return load_folder(place, **options)
+        from lightning_fastft.checkpoint.whole_files import load_whole
+
+        on_all_ranks(lambda: check_file(place) if self.is_global_zero else True, error=DamagedCheckpointError)
+        warn_without_digest(place)
+        return load_whole(place, **options)
 
     def _is_fitting(self) -> bool:
         """Return whether training steps follow, during which a save can run; after an error, other ranks may not take

@@ -197,6 +197,14 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
             self._replicated = None
         super().teardown()
 
+    def on_validation_end(self) -> None:
+        """Shard what a validation left gathered, so that callbacks find the optimizer's tensors in the module."""
+        from lightning_fastft.hf.sharding.state import reshard_trained
+
+        super().on_validation_end()
+        assert self.model is not None
+        reshard_trained(self.model)
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run forward, backward and step; afterwards no unit holds the weights from before it.
 

@@ -167,11 +167,7 @@ class FastFTStrategyMixin(StepDownMixin):
         Raises:
             ResumeError: The state is that of another kind of optimizer or scheduler.
         """
-        for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):
-            check_optimizer(optimizer, state)
-        # Lightning restores schedulers next.
-        for config, state in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", [])):
-            check_scheduler(config.scheduler, state)
+        self._check_kinds(checkpoint)
         if not any(getattr(optimizer, "offload", 0.0) for optimizer in self.optimizers):
             super().load_optimizer_state_dict(checkpoint)
             return
@@ -356,6 +352,17 @@ class FastFTStrategyMixin(StepDownMixin):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             check_settings(checkpoint, trainer)
+            # These strategies have the optimizers of this run by now, and load their states themselves.
+            if self.restore_checkpoint_after_setup:
+                self._check_kinds(checkpoint)
+
+    def _check_kinds(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse states of other kinds of optimizers or schedulers than this run has."""
+        for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):
+            check_optimizer(optimizer, state)
+        # Lightning restores schedulers last.
+        for config, state in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", [])):
+            check_scheduler(config.scheduler, state)
 
     def _inner_checkpoint_io(self) -> CheckpointIO:
         """Return the innermost CheckpointIO."""

@@ -22,6 +22,8 @@ LORA = {"r": 2}
 NUM_STEPS = 4
 CASES = {
     "every weight": {},
+    # The root holds its weights whole after the sanity check.
+    "every weight, validated": {"is_validated": True},
     "sharded adapters": {"lora": LORA, "adapters": "shard"},
     "whole adapters": {"lora": LORA, "adapters": "replicate"},
     "too small a rate": {"dtype": "bfloat16", "master_dtype": "bfloat16", "learning_rate": 1e-9},
@@ -42,7 +44,7 @@ class HalfFrozen(FineTuner):
             weight.grad._local_tensor.fill_(self.value)
 
 
-def run(folder, name, *, adapters="replicate", half=False, broken=False, **options):
+def run(folder, name, *, adapters="replicate", half=False, broken=False, is_validated=False, **options):
     options = {"dtype": "float32", "learning_rate": 1e-2, **options}
     kind = HalfFrozen if half or broken else FineTuner
     module = kind(dict(CONFIG), init="random", warmup_share=0.0, scheduler="constant", **options)
@@ -55,7 +57,7 @@ def run(folder, name, *, adapters="replicate", half=False, broken=False, **optio
     strategy = FastFTFSDPStrategy(adapters=adapters)
     trainer = quiet_trainer(folder, strategy=strategy, devices=2, max_steps=NUM_STEPS, callbacks=[health])
     try:
-        trainer.fit(module, loader)
+        trainer.fit(module, loader, loader if is_validated else None)
     except NotTrainingError as error:
         return str(error)
     return health.status().reason

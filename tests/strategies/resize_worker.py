@@ -75,7 +75,8 @@ def main(folder, strategy, action, checkpoint, bits):
     torch.manual_seed(5)
     module = make_tuner(
         "full", optimizer=lambda parameters: FusedAdamW(parameters, lr=0.01, optim_bits=int(bits)),
-        tie_word_embeddings=False,
+        # Groups of matrices and of vectors: another order than that of the model.
+        tie_word_embeddings=False, weight_decay=0.1,
         # Rows of one whole block; their number is not divisible by the numbers of ranks.
         config={"vocab_size": 97, "hidden_size": 256 if bits == "8" else 32},
     )  # fmt: skip

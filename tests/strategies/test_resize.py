@@ -35,8 +35,9 @@ OTHERS = [
     ("hybrid", "fsdp", 2),
     ("hybrid", "fsdp", 3),
     ("ddp", "fsdp file", 3),
+    ("one", "fsdp", 2),
 ]
-IN_EVERY_RUN = [("folder", "fsdp", 1), ("folder", "fsdp", 3)]
+IN_EVERY_RUN = [("folder", "fsdp", 1), ("folder", "fsdp", 3), ("one", "fsdp", 2)]
 CELLS = [(name, strategy, rank + 1) for name, row in MATRIX.items() for rank, strategy in enumerate(row)] + OTHERS
 RESUMED = [pytest.param(*cell, marks=pytest.mark.slow if cell in IN_EVERY_RUN else pytest.mark.fault) for cell in CELLS]
 
