@@ -58,8 +58,12 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 128 + signal.SIGINT
+        return _answer_interrupt()
+    except SystemExit as stop:
+        # Lightning ends an interrupted run with status 1.
+        if not isinstance(stop.__context__, KeyboardInterrupt):
+            raise
+        return _answer_interrupt()
     # transformers raises either for a missing or damaged model folder.
     except (OSError, ValueError) as error:
         answer = explain_missing_files(error)
@@ -67,6 +71,11 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(printable(answer, keeps_lines=True))
         return 1
+
+
+def _answer_interrupt() -> int:
+    sys.stderr.write("interrupted\n")
+    return 128 + signal.SIGINT
 
 
 def _run(command: str, words: list[str]) -> int:

@@ -2,13 +2,16 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import transformers
 import yaml
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_fastft
 import lightning_fastft.cli.command as command_module
@@ -316,6 +319,25 @@ def test_an_interrupt_before_the_training_leaves_no_traceback(monkeypatch, capsy
     monkeypatch.setattr(command_module, "_run", run)
     assert main(["fit"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_that_lightning_answers_has_the_same_status(monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    def run(command, words):
+        callback = pl.callbacks.LambdaCallback(setup=interrupt)
+        trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback])
+        trainer.fit(BoringModel())
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(command_module, "_run", run)
+    try:
+        assert main(["fit"]) == 130
+    finally:
+        # Lightning ignores further interrupts.
+        signal.signal(signal.SIGINT, handler)
+    assert capsys.readouterr().err.endswith("interrupted\n")
 
 
 def test_help_names_every_command_and_config(capsys, answer):
