@@ -240,6 +240,22 @@ def test_folder_that_cannot_be_written_is_refused_before_data_is_read(words, fol
     assert "Give another folder" in text
 
 
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_folder_of_the_default_logger_is_changed_by_an_option(command, folder, answer, monkeypatch):
+    (folder / "y.jsonl").touch()
+    monkeypatch.setattr("lightning_fastft.cli.lightning_cli.find_write_obstacle", lambda place: f"{place} is full")
+    status, text = answer([command, "--model.model", "x", "--data.paths", "y.jsonl"])
+    assert status == 1
+    assert "Give another folder: --trainer.default_root_dir FOLDER." in text
+
+
+def test_demo_in_a_folder_that_cannot_be_written_to_is_refused(folder, answer):
+    (folder / "runs").touch()
+    status, text = answer(["demo"])
+    assert status == 1
+    assert f"The demo cannot write to runs/demo: {folder / 'runs'} is a file" in text
+
+
 def test_last_is_a_word_and_no_file(folder):
     tried = []
 
