@@ -35,19 +35,9 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Words of the command line without the name of the program; None for those of this process.
     """
     words = list(sys.argv[1:] if args is None else args)
-    if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
-        return 0
-    if words[0] in ("--version", "-V", "version"):
-        sys.stdout.write(f"{version('lightning_fastft')}\n")
-        return 0
-    if words[0] in (*HELP, *TRAINER_COMMANDS) and {"-h", "--help"} & set(words):
-        sys.stdout.write(HELP.get(words[0]) or help_of(words[0]))
-        return 0
-    if words == ["doctor"]:
-        from lightning_fastft.cli.machine import describe_machine
-
-        sys.stdout.write(describe_machine())
+    text = _answer_at_once(words)
+    if text:
+        sys.stdout.write(text)
         return 0
     try:
         if words[0] in _CONFIGURED:
@@ -71,6 +61,21 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(printable(answer, keeps_lines=True))
         return 1
+
+
+def _answer_at_once(words: list[str]) -> str:
+    """Return the answer to words that need no run: help, version, this machine; "" for others."""
+    if not words or words[0] in ("-h", "--help"):
+        return USAGE.format(configs=", ".join(config_names()))
+    if words[0] in ("--version", "-V", "version"):
+        return f"{version('lightning_fastft')}\n"
+    if words[0] in (*HELP, *TRAINER_COMMANDS) and {"-h", "--help"} & set(words):
+        return HELP.get(words[0]) or help_of(words[0])
+    if words == ["doctor"]:
+        from lightning_fastft.cli.machine import describe_machine
+
+        return describe_machine()
+    return ""
 
 
 def _answer_interrupt() -> int:

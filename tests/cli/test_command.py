@@ -343,7 +343,9 @@ def test_an_interrupt_that_lightning_answers_has_the_same_status(monkeypatch, ca
 
     def run(command, words):
         callback = pl.callbacks.LambdaCallback(setup=interrupt)
-        trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback])
+        trainer = pl.Trainer(
+            max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback]
+        )
         trainer.fit(BoringModel())
 
     handler = signal.getsignal(signal.SIGINT)
