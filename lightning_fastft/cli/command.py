@@ -35,19 +35,9 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Words of the command line without the name of the program; None for those of this process.
     """
     words = list(sys.argv[1:] if args is None else args)
-    if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE.format(configs=", ".join(config_names())))
-        return 0
-    if words[0] in ("--version", "-V", "version"):
-        sys.stdout.write(f"{version('lightning_fastft')}\n")
-        return 0
-    if words[0] in (*HELP, *TRAINER_COMMANDS) and {"-h", "--help"} & set(words):
-        sys.stdout.write(HELP.get(words[0]) or help_of(words[0]))
-        return 0
-    if words == ["doctor"]:
-        from lightning_fastft.cli.machine import describe_machine
-
-        sys.stdout.write(describe_machine())
+    text = _answer_at_once(words)
+    if text:
+        sys.stdout.write(text)
         return 0
     try:
         if words[0] in _CONFIGURED:
@@ -58,8 +48,12 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 128 + signal.SIGINT
+        return _answer_interrupt()
+    except SystemExit as stop:
+        # Lightning ends an interrupted run with status 1.
+        if not isinstance(stop.__context__, KeyboardInterrupt):
+            raise
+        return _answer_interrupt()
     # transformers raises either for a missing or damaged model folder.
     except (OSError, ValueError) as error:
         answer = explain_missing_files(error)
@@ -67,6 +61,26 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(printable(answer, keeps_lines=True))
         return 1
+
+
+def _answer_at_once(words: list[str]) -> str:
+    """Return the answer to words that need no run: help, version, this machine; "" for others."""
+    if not words or words[0] in ("-h", "--help"):
+        return USAGE.format(configs=", ".join(config_names()))
+    if words[0] in ("--version", "-V", "version"):
+        return f"{version('lightning_fastft')}\n"
+    if words[0] in (*HELP, *TRAINER_COMMANDS) and {"-h", "--help"} & set(words):
+        return HELP.get(words[0]) or help_of(words[0])
+    if words == ["doctor"]:
+        from lightning_fastft.cli.machine import describe_machine
+
+        return describe_machine()
+    return ""
+
+
+def _answer_interrupt() -> int:
+    sys.stderr.write("interrupted\n")
+    return 128 + signal.SIGINT
 
 
 def _run(command: str, words: list[str]) -> int:

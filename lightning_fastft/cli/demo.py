@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_fastft.cli.doctor import LastTable
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import CONFIG_FOLDER
-from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.core.files import find_write_obstacle
 from lightning_fastft.demo.files import DemoFiles, write_demo_files
 from lightning_fastft.demo.generator import Row, final_answer, generate_rows
 
@@ -43,8 +44,13 @@ def run_demo(words: Sequence[str]) -> int:
 
     Args:
         words: Arguments of ``fastft fit`` in addition to the demo's config, such as ``--trainer.max_steps 50``.
+
+    Raises:
+        OptionError: The current folder cannot be written to.
     """
     begin = time.perf_counter()
+    if obstacle := find_write_obstacle(DEMO_FOLDER):
+        raise OptionError(f"The demo cannot write to {DEMO_FOLDER}: {obstacle}. Run it in another folder.")
     train, validation = generate_rows()
     files = write_demo_files((train, validation), DEMO_FOLDER)
     _say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -53,12 +54,12 @@ def run_init(words: Sequence[str]) -> int:
     recipe = _choose(args)
     # Imported after the phases that say so.
     from lightning_fastft.cli.recipe.text import describe_expectation, describe_lengths, render_config
+    from lightning_fastft.packing.store.dataset import replace_file
 
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(render_config(recipe), encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"--out: {args.out} cannot be written: {error.strerror}. Name another file.") from error
+        replace_file(args.out, render_config(recipe).encode())
+    except OptionError as error:
+        raise OptionError(f"--out: {error}") from error
     steps = recipe.steps
     lines = [
         f"Wrote {args.out}: {recipe.method} of {args.model}, packs of {steps.max_tokens:,} tokens, "
@@ -69,8 +70,8 @@ def run_init(words: Sequence[str]) -> int:
         *(f"  expected: {line}" for line in describe_expectation(recipe)),
         *_warn_of_weights(args.model),
         "Then:",
-        f"  fastft fit --config {args.out}",
-        f"  fastft chat {recipe.folder}/last.ckpt{' --plain' if recipe.lengths.is_plain else ''}",
+        f"  {shlex.join(recipe.fit_words)}",
+        f"  {shlex.join(recipe.chat_words)}",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

@@ -235,8 +235,13 @@ def _name_callbacks(words: Sequence[str]) -> list[str]:
 def _check_folders(trainer: Trainer, *, command: str) -> None:
     """Reject a folder of the run or of a logger that cannot be written to, before the data is tokenised."""
     # What a fit writes without a logger is in the Trainer's folder: rejected rows, reports, checkpoints of a signal.
-    folders = {"--trainer.default_root_dir FOLDER": trainer.default_root_dir} if command == "fit" else {}
-    folders |= {f"save_dir of {type(logger).__name__}": logger.save_dir or "." for logger in trainer.loggers}
+    root = trainer.default_root_dir
+    folders = {"--trainer.default_root_dir FOLDER": root} if command == "fit" else {}
+    for logger in trainer.loggers:
+        folder = logger.save_dir or "."
+        # Lightning's own logger writes to the Trainer's folder.
+        is_root = Path(folder).absolute() == Path(root).absolute()
+        folders["--trainer.default_root_dir FOLDER" if is_root else f"save_dir of {type(logger).__name__}"] = folder
     for option, folder in folders.items():
         obstacle = "" if is_remote(folder) or not trainer.is_global_zero else find_write_obstacle(Path(folder))
         if obstacle:

@@ -115,6 +115,8 @@ def _split_option(words: Sequence[str], name: str) -> tuple[list[str], list[str]
 
 
 def _find_config(name: str) -> str:
+    if not name:
+        raise OptionError("--config has no value. Give a file or the name of a shipped config: --config NAME|FILE.")
     if Path(name).is_file():
         return name
     path = CONFIG_FOLDER / f"{name}.yaml"

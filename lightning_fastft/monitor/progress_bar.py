@@ -156,6 +156,18 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._drop()
         super().on_train_end(*args)
 
+    def on_exception(self, *args: Any) -> None:
+        """End the lines of the bars, so that the error begins on a line of its own."""
+        self._drop()
+        for bar in (
+            self._val_progress_bar,
+            self._test_progress_bar,
+            self._predict_progress_bar,
+            self._train_progress_bar,
+        ):
+            if bar is not None:
+                bar.close()
+
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:

@@ -2,13 +2,16 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import transformers
 import yaml
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_fastft
 import lightning_fastft.cli.command as command_module
@@ -237,6 +240,22 @@ def test_folder_that_cannot_be_written_is_refused_before_data_is_read(words, fol
     assert "Give another folder" in text
 
 
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_folder_of_the_default_logger_is_changed_by_an_option(command, folder, answer, monkeypatch):
+    (folder / "y.jsonl").touch()
+    monkeypatch.setattr("lightning_fastft.cli.lightning_cli.find_write_obstacle", lambda place: f"{place} is full")
+    status, text = answer([command, "--model.model", "x", "--data.paths", "y.jsonl"])
+    assert status == 1
+    assert "Give another folder: --trainer.default_root_dir FOLDER." in text
+
+
+def test_demo_in_a_folder_that_cannot_be_written_to_is_refused(folder, answer):
+    (folder / "runs").touch()
+    status, text = answer(["demo"])
+    assert status == 1
+    assert f"The demo cannot write to runs/demo: {folder / 'runs'} is a file" in text
+
+
 def test_last_is_a_word_and_no_file(folder):
     tried = []
 
@@ -316,6 +335,27 @@ def test_an_interrupt_before_the_training_leaves_no_traceback(monkeypatch, capsy
     monkeypatch.setattr(command_module, "_run", run)
     assert main(["fit"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_that_lightning_answers_has_the_same_status(monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    def run(command, words):
+        callback = pl.callbacks.LambdaCallback(setup=interrupt)
+        trainer = pl.Trainer(
+            max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback]
+        )
+        trainer.fit(BoringModel())
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(command_module, "_run", run)
+    try:
+        assert main(["fit"]) == 130
+    finally:
+        # Lightning ignores further interrupts.
+        signal.signal(signal.SIGINT, handler)
+    assert capsys.readouterr().err.endswith("interrupted\n")
 
 
 def test_help_names_every_command_and_config(capsys, answer):

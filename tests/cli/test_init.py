@@ -1,6 +1,8 @@
 """``fastft init``: the config that it writes is one that fit takes, and its numbers are those of the planner."""
 
 import json
+import resource
+import shlex
 
 import numpy as np
 import pytest
@@ -92,6 +94,29 @@ def test_without_a_gpu_nothing_is_planned(rows, capsys):
     assert main(WORDS) == 0
     assert "not planned" in capsys.readouterr().out
     assert "pad_to_max" not in read()["data"]["init_args"]
+
+
+def test_a_full_disk_keeps_the_config_that_is_there(rows, answer):
+    (rows / "config.yaml").write_text("mine")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        status, text = answer([*WORDS, "--cache-dir", "null", "--overwrite"])
+        new_status, _ = answer([*WORDS, "--cache-dir", "null", "--out", "new.yaml"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (status, new_status) == (1, 1)
+    assert "config.yaml cannot be written" in text
+    assert (rows / "config.yaml").read_text() == "mine"
+    assert [path.name for path in rows.iterdir() if path.suffix == ".yaml"] == ["config.yaml"]
+
+
+def test_commands_that_follow_can_be_pasted_into_a_shell(rows, capsys):
+    assert main([*WORDS, "--out", "my runs/first try.yaml"]) == 0
+    train, chat = capsys.readouterr().out.splitlines()[-2:]
+    assert shlex.split(train) == ["fastft", "fit", "--config", "my runs/first try.yaml"]
+    assert shlex.split(chat)[:3] == ["fastft", "chat", "runs/first try/last.ckpt"]
+    assert f"# Command: {train.strip()}\n" in (rows / "my runs/first try.yaml").read_text()
 
 
 def test_a_file_is_replaced_only_if_asked_for(rows, answer):

@@ -30,6 +30,8 @@ ANSWERED = [
     *(([command, "--help"], 0, f"fastft {command}") for command in (*HELP, *TRAINER_COMMANDS)),
     (["fti"], 1, "Did you mean fit?"),
     (["fit", "--config", "qlora_qwen_8b"], 1, "Did you mean qlora_qwen3_8b?"),
+    (["fit", "--config"], 1, "--config has no value"),
+    (["data", "--config", ""], 1, "--config has no value"),
     (["doctor", "--config=nope.yaml"], 1, "no file and no shipped config named 'nope.yaml'"),
     (["fit", *CONFIG], 1, "There is no file or folder train.jsonl"),
     (["fit", *CONFIG, "--data.paths", "nope.jsonl"], 1, "There is no file or folder nope.jsonl"),

@@ -68,6 +68,14 @@ CHECKPOINT = "runs/config/last.ckpt"
 
 
 @pytest.mark.slow(seconds=6)
+def test_base_of_another_folder_is_named(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["export", str(run / CHECKPOINT), "out"]) == 1
+    assert "add --base FOLDER" in capsys.readouterr().err
+    assert main(["export", str(run / CHECKPOINT), "out", "--base", str(run / "base")]) == 0
+
+
 def test_chat_answers_each_line_with_the_adapters(here, say):
     module = open_trained(Request(here / CHECKPOINT, torch.device("cpu"))).module
     talk = [{"role": "user", "content": QUESTION}]

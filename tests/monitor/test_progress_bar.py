@@ -53,6 +53,28 @@ class KeepsLosses(PlainModule):
         return loss
 
 
+class FailsIn(PlainModule):
+    def __init__(self, model, hook):
+        super().__init__(model)
+        self.failing = hook
+
+    def training_step(self, batch, batch_idx):
+        if self.failing == "training" and batch_idx == 2:
+            raise RuntimeError("planted")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        if self.failing == "validation":
+            raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("hook", ["training", "validation"])
+def test_an_error_begins_on_a_line_of_its_own(tmp_path, capsys, hook):
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(tmp_path, FailsIn(tiny_llama(), hook), FastFTProgressBar())
+    assert capsys.readouterr().out.endswith("\n")
+
+
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_shows_the_loss_of_the_step_and_tokens_per_second(tmp_path, accumulate):
     """That of a whole window, whose micro-batches alone say how many labels they have as much as how well they

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import wrap
@@ -59,6 +60,16 @@ class Recipe(NamedTuple):
         """Folder of the checkpoints."""
         return f"runs/{self.out.stem}"
 
+    @property
+    def fit_words(self) -> list[str]:
+        """Command line that trains."""
+        return ["fastft", "fit", "--config", str(self.out)]
+
+    @property
+    def chat_words(self) -> list[str]:
+        """Command line that talks with the trained model."""
+        return ["fastft", "chat", f"{self.folder}/last.ckpt", *(["--plain"] if self.lengths.is_plain else [])]
+
 
 def describe_lengths(lengths: Lengths, steps: Steps) -> str:
     """Return the lengths of the examples in one sentence."""
@@ -96,7 +107,7 @@ def render_config(recipe: Recipe) -> str:
     method, steps = recipe.method, recipe.steps
     head = [
         ("Purpose", f"{METHOD_WORDS[method]}. Written by fastft init; change it as you like"),
-        ("Command", f"fastft fit --config {recipe.out}"),
+        ("Command", shlex.join(recipe.fit_words)),
         ("Hardware", recipe.gpu.name if recipe.gpu else "none planned: a CPU trains this too, slowly"),
         ("Expected", describe_expectation(recipe)[0]),
         ("Data", describe_lengths(recipe.lengths, steps)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,9 +133,9 @@ def open_trained(request: Request) -> Opened:
     with phase("importing transformers"):
         import lightning_fastft.training.fine_tuner  # noqa: F401
     if source.is_file() or (source / "meta.pt").is_file():
-        return _open_checkpoint(request)
+        return _open_on_base(_open_checkpoint, request)
     if (source / "adapter_config.json").is_file():
-        return _open_adapters(request)
+        return _open_on_base(_open_adapters, request)
     if (source / "config.json").is_file() and request.takes_whole:
         return _open_whole(request)
     if (source / "config.json").is_file():
@@ -142,6 +143,19 @@ def open_trained(request: Request) -> Opened:
     raise OptionError(
         f"{source} is neither a checkpoint of a FineTuner nor a folder with an adapter_config.json or a config.json."
     )
+
+
+def _open_on_base(open_source: Callable[[Request], Opened], request: Request) -> Opened:
+    """Return what open_source returns; say how to name a base that is not where the source says."""
+    try:
+        return open_source(request)
+    except OptionError as error:
+        if request.base or "The configuration of" not in str(error):
+            raise
+        raise OptionError(
+            f"{error} {request.source} names this base; a folder is searched from {Path.cwd()}. If it is elsewhere, "
+            "add --base FOLDER."
+        ) from error
 
 
 def _open_checkpoint(request: Request) -> Opened:

@@ -153,7 +153,7 @@ def describe_command(words: Sequence[str] | None = None) -> str:
     """
     shown: list[str] = []
     is_secret = False
-    for word in sys.argv if words is None else words:
+    for word in _own_words() if words is None else words:
         name, equals, _ = word.partition("=")
         if is_secret and not word.startswith("-"):
             shown.append(REMOVED)
@@ -162,6 +162,14 @@ def describe_command(words: Sequence[str] | None = None) -> str:
             shown.append(f"{name}={REMOVED}" if has_secret else _SECRET_ENTRY.sub(rf"\1{REMOVED}", word))
         is_secret = word.startswith("-") and not equals and bool(_SECRET_NAME.search(word))
     return without_secrets(shlex.join(shown))
+
+
+def _own_words() -> list[str]:
+    """Return the words of this process; Python has the path of a module in place of ``python -m NAME``."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is None or sys.argv[:1] != [module.origin]:
+        return sys.argv
+    return ["python", "-m", module.name.removesuffix(".__main__"), *sys.argv[1:]]
 
 
 def without_secrets(value: Any, name: str = "") -> Any:

@@ -200,10 +200,11 @@ class Formatter:
 
     def _render_completions(self, row: Mapping[str, Any], *, format: str) -> _RowTexts:
         """Return one text per completion, each behind the prompt."""
-        found = read_completions(row, format=format)
-        tools = row.get("tools")
+        found, tools = read_completions(row, format=format), row.get("tools")
         if isinstance(found.prompt, str):
             _refuse_tools(tools)
+            if self._chat is not None:
+                self.notes[PLAIN_TEXT] += 1
             prompt = found.prompt + ("" if found.is_implicit else self._options.separator)
             rendered = [self._render_pair(prompt, completion) for completion in found.completions]
         else:

@@ -125,6 +125,17 @@ def test_prompt_that_a_template_renders_differently_is_shared_up_to_there():
         assert prompt + ids == whole
 
 
+def test_texts_are_counted_as_plain_where_there_is_a_chat_template(marked_tokenizer, plain_tokenizer):
+    texts = {"prompt": "How many?", "chosen": " Two.", "rejected": " Three or four."}
+
+    def report(tokenizer, *rows):
+        return tokenize_sources(list(rows), tokenizer=tokenizer, options=FormatOptions(max_tokens=64)).report
+
+    assert report(marked_tokenizer, texts, texts).is_plain
+    assert not report(marked_tokenizer, texts, CHAT_PAIR).is_plain
+    assert not report(plain_tokenizer, texts).is_plain
+
+
 def test_generation_prompt_is_shared(unmarked_tokenizer):
     example = encode(unmarked_tokenizer, CHAT_PAIR, format="preference")
     assert shown(unmarked_tokenizer, example) == [
