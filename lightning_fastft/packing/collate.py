@@ -162,7 +162,7 @@ class PackedBatch:
         other.index = self.index
         other.numbers = self.numbers
         # Views of tensors that the context has moved already, so that each is copied once.
-        shared = {"context": context}
+        shared: dict[str, Any] = {"context": context}
         if self._has_own_labels:
             shared["labels"] = context.label_T[None]
         if self._items["position_ids"].ndim == 2:
