@@ -17,7 +17,8 @@ from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.document import Document
 from lightning_fastft.patches.attention import install_attention
-from lightning_fastft.patches.head import _is_untouched_view, install_head
+from lightning_fastft.packing.document import is_untouched_view
+from lightning_fastft.patches.head import install_head
 from lightning_fastft.patches.lazy_logits import LazyLogits
 from tests.support.host_waits import waits_are_errors
 from tests.support.loss_twins import (
@@ -139,7 +140,7 @@ def make_batch(num_documents=24, seed=0):
 
 def test_a_copied_batch_still_names_its_labelled_rows():
     for batch in (make_batch().to("cuda"), make_batch().pin_memory().to("cuda")):
-        assert _is_untouched_view(batch["labels"], of=batch.context.label_T)
+        assert is_untouched_view(batch["labels"], of=batch.context.label_T)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "granite", "llama"])
