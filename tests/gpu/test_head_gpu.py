@@ -15,9 +15,8 @@ from lightning_fastft.kernels.divergence.reference import KINDS
 from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.kernels.lora_linear.op import lora_addmm
 from lightning_fastft.packing.collate import collate
-from lightning_fastft.packing.document import Document
+from lightning_fastft.packing.document import Document, is_untouched_view
 from lightning_fastft.patches.attention import install_attention
-from lightning_fastft.packing.document import is_untouched_view
 from lightning_fastft.patches.head import install_head
 from lightning_fastft.patches.lazy_logits import LazyLogits
 from tests.support.host_waits import waits_are_errors
