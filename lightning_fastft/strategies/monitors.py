@@ -72,41 +72,28 @@ def check_monitors(trainer: Trainer) -> None:
                 raise OptionError(told)
             rank_zero_warn(told)
     for callback in callbacks:
-        if (
-            _saves_nothing_without(callback)
-            and known is not None
-            and callback.monitor in known
-            and callback.monitor.startswith("val")
-            and not has_others
-            and not _validates(trainer)
-        ):
+        monitor = getattr(callback, "monitor", None) or ""
+        is_of_validation = monitor.startswith("val")
+        # Validations of the module log it, and nothing else does.
+        is_ours = is_of_validation and known is not None and monitor in known and not has_others
+        if is_ours and _saves_nothing_without(callback) and not _validates(trainer):
             raise OptionError(
-                f"ModelCheckpoint(monitor={callback.monitor!r}) would save nothing, because the run has no validation "
+                f"ModelCheckpoint(monitor={monitor!r}) would save nothing, because the run has no validation "
                 "before its end. Give --data.val_share 0.05 or --data.val_paths FILE with a smaller "
                 "--trainer.val_check_interval, or set save_last=True, or remove monitor."
             )
-        if (
-            isinstance(callback, EarlyStopping)
-            and callback.monitor.startswith("val")
-            and _ends_before_validation(trainer, callback)
-        ):
+        if not isinstance(callback, EarlyStopping):
+            continue
+        if is_of_validation and _ends_before_validation(trainer, callback):
             raise OptionError(
-                f"EarlyStopping(monitor={callback.monitor!r}) reads its metric at the end of an epoch, but "
+                f"EarlyStopping(monitor={monitor!r}) reads its metric at the end of an epoch, but "
                 f"max_steps={trainer.max_steps} ends this run inside an epoch, before a validation. Validate earlier "
                 "with Trainer(val_check_interval=...), raise max_steps, or remove EarlyStopping."
             )
-        if (
-            isinstance(callback, EarlyStopping)
-            and callback.strict
-            and known is not None
-            and callback.monitor in known
-            and callback.monitor.startswith("val")
-            and not has_others
-            and not getattr(trainer, "fast_dev_run", False)
-            and not _has_validation(trainer)
-        ):
+        is_tried = getattr(trainer, "fast_dev_run", False)
+        if is_ours and callback.strict and not is_tried and not _has_validation(trainer):
             raise OptionError(
-                f"EarlyStopping(monitor={callback.monitor!r}) finds no metric, because the run has no validation. Give "
+                f"EarlyStopping(monitor={monitor!r}) finds no metric, because the run has no validation. Give "
                 "--data.val_share 0.05 or --data.val_paths FILE, or remove EarlyStopping."
             )
 

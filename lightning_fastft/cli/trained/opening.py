@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -150,7 +151,7 @@ def _open_on_base(open_source: Callable[[Request], Opened], request: Request) ->
     try:
         return open_source(request)
     except OptionError as error:
-        if request.base or "The configuration of" not in str(error):
+        if request.base or not re.match("The configuration of .* cannot be read:", str(error)):
             raise
         raise OptionError(
             f"{error} {request.source} names this base; a folder is searched from {Path.cwd()}. If it is elsewhere, "
