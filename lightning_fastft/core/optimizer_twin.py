@@ -165,7 +165,7 @@ def _twins_of(parameters: list[torch.Tensor], *, shares_twins: bool) -> list[tor
         local: torch.Tensor = getattr(parameter, "to_local", lambda own=parameter: own)()
         form: Any = (local.shape, local.dtype) if shares_twins else parameter
         if shares_twins and form in forms:
-            # The first twin of all also has what the optimizer makes once, so the second one stands for the others.
+            # The first twin also gets what the optimizer makes once for all, so the others share a second one.
             form = (*form, "others")
         if form not in forms:
             forms[form] = torch.empty_like(local, device="meta", requires_grad=True)

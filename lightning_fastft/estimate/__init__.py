@@ -1,7 +1,7 @@
 """Run the layers of a model on the meta device: ``fastft plan`` estimates steps on GPUs of other machines.
 
 ``model_costs`` takes a configuration and a GPU and returns a ``StepCost`` for the planner. ``machines`` lists published
-rates, ``meta_model`` builds a model on the meta device, and ``metering`` counts its work. ``layouts`` distributes a
-step over many GPUs. ``rehearsal`` finds the Triton kernels of a step, and ``FusedKernels`` compiles them while the
-model is read. Read ``costs`` first.
+rates, ``meta_model`` builds a model on the meta device, ``metering`` counts its work, and ``optimizer_cost`` that of
+the optimizer. ``layouts`` distributes a step over many GPUs. ``rehearsal`` finds the Triton kernels of a step, and
+``FusedKernels`` compiles them while the model is read. Read ``costs`` first.
 """

@@ -37,8 +37,8 @@ class GenerateSamples(GivenOnce, Callback):
 
     Decoding is greedy, so that answers depend on the weights alone. Training is not changed: random states and the mode
     of every module are restored. Rank 0 generates while the other ranks continue; with FSDP2 all ranks generate
-    together. TensorBoard, W&B, MLflow and Comet get the texts through Lightning's loggers. Without one of these, the
-    answers are messages of the process.
+    together. TensorBoard, W&B, MLflow and Comet get the texts through Lightning's loggers. Without one of these, they
+    are printed.
 
     Args:
         prompts: Texts that the model continues, or conversations (lists of messages with role and content) that it
@@ -95,7 +95,7 @@ class GenerateSamples(GivenOnce, Callback):
         self._find_tokenizer(trainer, pl_module)
         names = [type(logger).__name__ for logger in trainer.loggers if _log_function(logger) is not None]
         self._is_told = not names
-        told = "no logger takes texts, so the log of the process has the answers, and RunReport"
+        told = "no logger takes texts, so they are printed; RunReport has them too"
         self._status = Status(STATUS_NAME, "active", f"logged by {', '.join(names)}" if names else told)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

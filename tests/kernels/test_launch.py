@@ -13,7 +13,7 @@ import lightning_fastft.kernels
 from lightning_fastft.core.phases import LOGGER
 from lightning_fastft.kernels.backends import uses_triton
 from lightning_fastft.kernels.compilation import Compilation
-from lightning_fastft.kernels.launch import Launch, LaunchRecorder, launch
+from lightning_fastft.kernels.launch import Launch, LaunchRecorder, launch, run_on_meta
 
 KERNELS = Path(lightning_fastft.kernels.__file__).parent
 
@@ -227,3 +227,10 @@ def test_a_cancelled_compilation_starts_no_other_kernel(no_device):
     compilation.cancel()
     assert len(slow.warmed) == 1
     assert other.warmed == []
+
+
+def test_a_product_that_torch_2_11_cannot_run_on_the_meta_device_returns_where_it_writes():
+    out = torch.empty(4, 4, device="meta")
+    # Without operands: nothing is run.
+    assert run_on_meta(torch.ops.aten.addmm.dtype_out, (), {"out": out}) is out
+    assert run_on_meta(torch.ops.aten.neg.default, (out,), {}) is not out
