@@ -91,6 +91,18 @@ def test_early_stopping_without_a_validation_is_refused_before_the_first_step(tm
         assert fit(tmp_path, tuner(), callback, limit_val_batches=0).global_step == 6
 
 
+class LogsTheMetric(Callback):
+    """A callback of the user that logs the metric without a validation."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("val_loss", 1.0)
+
+
+def test_early_stopping_may_read_what_a_callback_of_the_user_logs(tmp_path):
+    callbacks = [LogsTheMetric(), EarlyStopping("val_loss")]
+    assert fit(tmp_path, tuner(), *callbacks, limit_val_batches=0).global_step == 6
+
+
 class LogsMore(Callback):
     """A callback of the user that logs a name like one of the module's."""
 
