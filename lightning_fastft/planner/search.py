@@ -13,9 +13,9 @@ from lightning_fastft.planner.step import Place, Plan, SegmentCost, SegmentPlan,
 
 UNLIMITED_BYTES = 2**62
 # Numbers of kept segments tried first for every family, and number of families that are then refined.
-_NUM_COARSE, _NUM_CLOSE = 6, 6
+_NUM_COARSE, _NUM_CLOSE = 6, 12
 # Number of values of one segment of which every subset is tried for the host, and number of slot sizes tried.
-_NUM_HOST_CANDIDATES, _NUM_SLOT_SIZES = 8, 7
+_NUM_HOST_CANDIDATES, _NUM_SLOT_SIZES = 8, 12
 # Simulated segments in the search for single changes; limits it to about 0.2 s of one core.
 _NUM_LOCAL_SEGMENTS = 30_000
 # Densities closer than this count as equal, so that noise in measured times does not scatter the kept values.
@@ -26,10 +26,14 @@ _MS_ROUNDING = 1e-5
 
 
 class _Recipe(NamedTuple):
-    """A family of plans: the order of kept segments, the size of a staging slot, and the load of the copy streams."""
+    """A family of plans: the order of kept segments, the size of a staging slot, and the load of the copy streams.
+
+    Segments offload up to usual_bytes each. Those before which the copy streams had enough idle time fill the slot.
+    """
 
     pattern: Literal["tail", "spread", "dense"]
     slot_bytes: int
+    usual_bytes: int
     load: float
     is_input_forced: bool
 
@@ -112,7 +116,9 @@ class PlanSearch:
             slots |= {sizes[round(i * (len(sizes) - 1) / (_NUM_SLOT_SIZES - 1))] for i in range(_NUM_SLOT_SIZES)}
         for slot_bytes in sorted(slots):
             for load, is_input_forced in ((1.0, True), (1.0, False), (4.0, True)) if slot_bytes else ((0.0, False),):
-                yield from (_Recipe(pattern, slot_bytes, load, is_input_forced) for pattern in patterns)
+                yield from (_Recipe(pattern, slot_bytes, slot_bytes, load, is_input_forced) for pattern in patterns)
+        for usual_bytes, slot_bytes in combinations(sorted(slots - {0}), 2):
+            yield _Recipe("tail", slot_bytes, usual_bytes, 1.0, True)
 
     def _refine(self, recipe: _Recipe, num_kept: int, time_ms: float, step: int) -> None:
         """Bisect around the best number of kept segments."""
@@ -146,7 +152,7 @@ class PlanSearch:
         return frozenset(range(last - num_kept + 1, last + 1))
 
     def _with_host(self, recipe: _Recipe, kept: frozenset[int]) -> tuple[SegmentPlan, ...]:
-        """Offload evenly as much as the copy streams can move: each segment adds its time to a credit of bytes."""
+        """Offload as much as the copy streams can move: each segment adds its time to a credit of bytes."""
         segments = [SegmentPlan(number in kept, "device", (), streams) for number, streams in enumerate(self._streams)]
         movable = self._movable_inputs(recipe, kept)
         input_bytes = sum(self._costs[number].input_bytes for number in movable)
@@ -164,7 +170,8 @@ class PlanSearch:
             if number not in movable or (segment.input_bytes > credit and not recipe.is_input_forced):
                 continue
             value_credit += value_share
-            most = min(recipe.slot_bytes, credit) - segment.input_bytes
+            most = recipe.slot_bytes if credit >= recipe.slot_bytes else min(recipe.usual_bytes, credit)
+            most -= segment.input_bytes
             chosen = _best_host_set(self._host_sets[segment], min(most, value_credit))
             self.is_short_of_host |= chosen.rebuild_ms < _best_host_set(self._host_sets[segment], most).rebuild_ms
             value_credit -= chosen.num_bytes

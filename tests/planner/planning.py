@@ -35,6 +35,14 @@ def qwen3_14b(*, num_layers=40, weight_bytes=170 * MB):
     return StepCost((segment,) * num_layers, base_bytes=13 * GB, head_peak_bytes=GB, head_ms=40.0, other_ms=10.0)
 
 
+def fused_qwen3_14b():
+    """The same with fused layers, which join q, k and v, and gate and up, in one value each."""
+    cost = qwen3_14b()
+    _, _, _, attention, o_proj, _, _ = cost.segments[0].values
+    values = ValueCost("self_attn.qkv", 118 * MB, 0.88), attention, o_proj, ValueCost("mlp.gate_up", 570 * MB, 4.1)
+    return cost._replace(segments=tuple(segment._replace(values=values) for segment in cost.segments))
+
+
 def plain_step(
     num_segments,
     *,

@@ -7,7 +7,7 @@ import pytest
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.plan import Machine, make_plan, predict, uniform_plan
 from lightning_fastft.planner.prediction import StepModel
-from tests.planner.planning import GB, H200, MB, UNIFIED, all_plans, make_rng, qwen3_14b, random_step
+from tests.planner.planning import GB, H200, MB, UNIFIED, all_plans, fused_qwen3_14b, make_rng, qwen3_14b, random_step
 
 MUCH = 10**15
 
@@ -82,6 +82,16 @@ def test_at_the_memory_of_recompute_all_a_real_model_is_five_per_cent_faster():
     cost = qwen3_14b()
     recompute, _ = ends(cost, H200)
     assert plan_for(cost, recompute.peak_bytes).prediction.step_ms < 0.95 * recompute.step_ms
+
+
+def test_copies_to_the_host_take_most_of_the_forward_where_one_value_is_larger_than_a_layer_can_copy():
+    cost = fused_qwen3_14b()
+    recompute, _ = ends(cost, H200)
+    prediction = plan_for(cost, recompute.peak_bytes).prediction
+    copy_ms = sum(interval.end_ms - interval.start_ms for interval in prediction.streams if interval.stream == "d2h")
+    forward_ms = sum(segment.forward_ms for segment in cost.segments)
+    assert copy_ms > 0.85 * forward_ms
+    assert prediction.exposed_ms < 0.01 * prediction.step_ms
 
 
 @pytest.mark.slow
