@@ -13,9 +13,11 @@ from lightning_fastft.planner.step import Place, Plan, SegmentCost, SegmentPlan,
 
 UNLIMITED_BYTES = 2**62
 # Numbers of kept segments tried first for every family, and number of families that are then refined.
-_NUM_COARSE, _NUM_CLOSE = 6, 12
-# Number of values of one segment of which every subset is tried for the host, and number of slot sizes tried.
-_NUM_HOST_CANDIDATES, _NUM_SLOT_SIZES = 8, 12
+_NUM_COARSE, _NUM_CLOSE = 6, 6
+# Number of values of one segment of which every subset is tried for the host.
+_NUM_HOST_CANDIDATES = 8
+# Number of slot sizes tried if all segments offload alike, and if some fill the slot.
+_NUM_SLOT_SIZES, _NUM_MIXED_SIZES = 7, 12
 # Simulated segments in the search for single changes; limits it to about 0.2 s of one core.
 _NUM_LOCAL_SEGMENTS = 30_000
 # Densities closer than this count as equal, so that noise in measured times does not scatter the kept values.
@@ -87,38 +89,52 @@ class PlanSearch:
         if not self.model.machine.is_unified:
             # Usually the smallest peak; it offloads the last input too, which no family does.
             self._try(tuple(SegmentPlan(False, "host", (), streams) for streams in self._streams))
-        step = max(1, len(self._costs) // _NUM_COARSE)
-        tried = []
-        for recipe in self._recipes():
-            times = {num_kept: self._time_of(recipe, num_kept) for num_kept in range(0, len(self._costs) + 1, step)}
-            num_kept = min(times, key=times.__getitem__)
-            tried.append((times[num_kept], num_kept, recipe))
-        tried.sort(key=lambda entry: entry[0])
-        for time_ms, num_kept, recipe in tried[:_NUM_CLOSE]:
-            self._refine(recipe, num_kept, time_ms, step)
-        self._improve()
+        improved = None
+        for recipes in self._even_recipes(), self._mixed_recipes():
+            self._try_families(recipes)
+            if self._best is None or self._best is not improved:
+                self._improve()
+                improved = self._best
         return (
             None
             if self._best is None
             else tuple(_in_order(plan, cost) for plan, cost in zip(self._best.segments, self._costs))
         )
 
-    def _recipes(self) -> Iterator[_Recipe]:
+    def _try_families(self, recipes: Iterator[_Recipe]) -> None:
+        """Try plans of every family, and refine the fastest families."""
+        step = max(1, len(self._costs) // _NUM_COARSE)
+        tried = []
+        for recipe in recipes:
+            times = {num_kept: self._time_of(recipe, num_kept) for num_kept in range(0, len(self._costs) + 1, step)}
+            num_kept = min(times, key=times.__getitem__)
+            tried.append((times[num_kept], num_kept, recipe))
+        tried.sort(key=lambda entry: entry[0])
+        for time_ms, num_kept, recipe in tried[:_NUM_CLOSE]:
+            self._refine(recipe, num_kept, time_ms, step)
+
+    def _even_recipes(self) -> Iterator[_Recipe]:
+        """Yield families in which all segments offload alike."""
         patterns: tuple[Literal["tail", "spread", "dense"], ...] = ("tail", "spread")
         if self._kept_by_density != sorted(self._kept_by_density, reverse=True):
             patterns = (*patterns, "dense")
-        slots = {0}
-        if not self.model.machine.is_unified:
-            inputs = max(segment.input_bytes for segment in self._costs)
-            sizes = sorted(
-                {inputs + host_set.num_bytes for host_sets in self._host_sets.values() for host_set in host_sets}
-            )
-            slots |= {sizes[round(i * (len(sizes) - 1) / (_NUM_SLOT_SIZES - 1))] for i in range(_NUM_SLOT_SIZES)}
-        for slot_bytes in sorted(slots):
+        for slot_bytes in [0, *self._slot_sizes(_NUM_SLOT_SIZES)]:
             for load, is_input_forced in ((1.0, True), (1.0, False), (4.0, True)) if slot_bytes else ((0.0, False),):
                 yield from (_Recipe(pattern, slot_bytes, slot_bytes, load, is_input_forced) for pattern in patterns)
-        for usual_bytes, slot_bytes in combinations(sorted(slots - {0}), 2):
+
+    def _mixed_recipes(self) -> Iterator[_Recipe]:
+        """Yield families in which some segments fill the slot, and the others offload less."""
+        for usual_bytes, slot_bytes in combinations(self._slot_sizes(_NUM_MIXED_SIZES), 2):
             yield _Recipe("tail", slot_bytes, usual_bytes, 1.0, True)
+
+    def _slot_sizes(self, most: int) -> list[int]:
+        """Return sizes of a staging slot, smallest first; none for unified memory."""
+        if self.model.machine.is_unified:
+            return []
+        inputs = max(segment.input_bytes for segment in self._costs)
+        host_sets = [host_set for sets in self._host_sets.values() for host_set in sets]
+        sizes = sorted({inputs + host_set.num_bytes for host_set in host_sets})
+        return sorted({sizes[round(i * (len(sizes) - 1) / (most - 1))] for i in range(most)})
 
     def _refine(self, recipe: _Recipe, num_kept: int, time_ms: float, step: int) -> None:
         """Bisect around the best number of kept segments."""
