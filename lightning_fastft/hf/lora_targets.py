@@ -269,6 +269,9 @@ def describe_adapters(model: PeftModel, lora: LoraConfig, *, skipped: Mapping[st
     targets = lora.target_modules
     named = [targets] if isinstance(targets, str) else sorted(targets or ())
     named += sorted(lora.target_parameters or ())
+    if len(named) > MOST_SHOWN:
+        # EVA names every layer.
+        named = sorted({name.rpartition(".")[2] for name in named})
     shown = f"{', '.join(named[:MOST_SHOWN])}{', ...' if len(named) > MOST_SHOWN else ''}"
     frozen = len(model.peft_config) - 1
     without = ", ".join(f"{number} {reason}" for reason, number in (skipped or {}).items())
