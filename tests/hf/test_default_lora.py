@@ -193,3 +193,9 @@ def test_targets_that_name_every_layer_are_described_by_their_kinds():
     adapted = add_adapters(model, lora=LoraConfig(r=2, target_modules=targets), adapter_dtype=torch.float32)
     shown = describe_adapters(adapted, adapted.peft_config["default"], skipped=None)
     assert shown.endswith(f"on {', '.join(sorted(ends))}")
+
+
+def test_a_stack_of_experts_as_a_module_is_answered_with_target_parameters():
+    lora = LoraConfig(r=2, target_modules=["q_proj", "gate_up_proj"])
+    with pytest.raises(OptionError, match=r"in target_parameters: \[mlp\.experts\.gate_up_proj\]"):
+        add_adapters(build_tiny("qwen3_moe"), lora=lora, adapter_dtype=torch.float32)
