@@ -176,6 +176,25 @@ def test_values_of_other_tools_answer_with_what_to_write(words, hint, folder, an
     assert last == "hint: all options: fastft fit --help"
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("FastFTDDPStrategy", {"timeout": "1:30:00", "find_unused_parameters": True, "static_graph": True}, "y.jsonl"),
+        ("FastFTDDPStrategy", {"timeot": "1:30:00"}, "'timeot' is not accepted"),
+        ("FastFTFSDPStrategy", {"timeout": "1:30:00"}, "y.jsonl"),
+    ],
+)
+def test_a_config_sets_options_that_a_strategy_has_from_lightning_and_torch(name, options, reason, folder, answer):
+    strategy = {"class_path": f"lightning_fastft.{name}", "init_args": options}
+    (folder / "own.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy, "accelerator": "cpu"}}))
+    if reason != "y.jsonl":
+        # The parser comes after the check of the data's files.
+        (folder / "y.jsonl").write_text('{"text": "one two"}\n')
+    words = ["--config", "own.yaml", "--model.model", "x", "--data.paths", "y.jsonl", "--trainer.max_steps", "1"]
+    _, text = answer(["fit", *words])
+    assert reason in text
+
+
 @pytest.mark.parametrize("word", ["--trainer.strategy=fastft", ""])
 def test_files_with_the_names_of_values_are_not_read(word, folder):
     (folder / "fastft").write_text("#!/bin/sh\nexec python -m lightning_fastft fit\n")
