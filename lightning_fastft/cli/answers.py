@@ -31,6 +31,11 @@ _FUNCTION_VALUE = re.compile(
     r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?callable class: Parser key "(\w+)":\s+'
     r"Expected a (?:<class '(int|float|bool)'>|typing\.Literal\[(.+?)\])\. Got value: (.+?)\. Got value"
 )
+# The same, of an option with several types.
+_FUNCTION_UNION = re.compile(
+    r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?callable class: Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?'
+    r"- Expected a (?:<class '(int|float|bool)'>|typing\.Literal\[(.+?)\])[\s\S]*?Given value: (.+?)\. Got value"
+)
 # What a value must be, by the type that the parser expects.
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _TYPE = re.compile(r"Expected a <class '(int|float|bool)'>(?:\. Got value: (.*))?")
@@ -116,6 +121,9 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         inner = _INNER_KEY.search(" ".join(lines))
         option = f"{key[1]}.{inner[1]}" if inner else key[1]
         hint = hint_value(option, unknown[1])
+        if option.endswith("strategy") and (owner := _find_strategy(unknown[1])):
+            hint = f"hint: name its class first: --{option} {owner}\n"
+            return f"error: {option}: the name {unknown[1]!r} takes no options\n{hint}{last_line}"
         if not hint and (near := _find_near_classes(option, unknown[1])):
             hint = f"hint: did you mean {'lightning_fastft.' if near == unknown[1] else ''}{near}?\n"
         elif not hint and option in _PLACES:
@@ -195,7 +203,7 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
 
 def _explain_function(message: str, where: str) -> str:
     """Return the reason of an error about an optimizer or a scheduler; "" for others."""
-    value = _FUNCTION_VALUE.search(message)
+    value = _FUNCTION_VALUE.search(message) or _FUNCTION_UNION.search(message)
     if value:
         option = f"{where.removesuffix(': ')}.{value[1]}.{value[2]}"
         allowed = _KINDS[value[3]] if value[3] else f"one of {value[4]}"
@@ -258,6 +266,13 @@ def _find_near_classes(key: str, name: str) -> str:
     return " or ".join(difflib.get_close_matches(name, known, n=2, cutoff=0.7) or beginning[:2])
 
 
+def _find_strategy(name: str) -> str:
+    """Return the class that a strategy name such as "fastft" is registered for; "" for none."""
+    strategies = sys.modules.get("lightning.pytorch.strategies")
+    registry = getattr(strategies, "StrategyRegistry", {})
+    return str(registry[name]["strategy"].__name__) if name in registry else ""
+
+
 def _explain_choice(reason: str, lines: list[str]) -> str:
     """Return a reason with the wrong value, and the allowed choices or the type in words."""
     found = _CHOICE.search(reason)
@@ -275,6 +290,12 @@ def _explain_choice(reason: str, lines: list[str]) -> str:
         return ""
     has_none = "- Expected a <class 'NoneType'>" in lines and found[2] is None
     allowed = _join_kinds(types) if found[1] in _KINDS else f"one of {found[1]}"
+    # The union that the choices belong to. An outer one may have None.
+    union = next((line for line in lines if line.startswith("Subtypes: ") and f"Literal[{found[1]}]" in line), "")
+    if union:
+        has_none = "NoneType" in union
+        kinds = [_KINDS[kind] for kind in re.findall(r"<class '(int|float|bool)'>", union)]
+        allowed = " or ".join([*kinds, found[1] if kinds and "," not in found[1] else allowed])
     return f"{reason[: found.start()]}must be {'None or ' if has_none else ''}{allowed}{_got(found, lines)}"
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from lightning_fastft.cli.answers import explain_refusal
 from lightning_fastft.cli.option_order import check_order
-from lightning_fastft.cli.signatures import read_options
+from lightning_fastft.cli.signatures import passes_on_options, read_options
 from lightning_fastft.cli.types import find_wrong_type
 from lightning_fastft.cli.usage import parser_options
 from lightning_fastft.cli.words import (
@@ -228,6 +228,9 @@ def _check_section(command: str, key: str, *, owner: str, content: dict[str, Any
     options = read_options(owner) if owner else {}
     known = options or parser_options(command)
     for name, value in content.items():
+        if name not in known and owner and passes_on_options(owner):
+            # Of a base class; the parser knows.
+            continue
         if name not in known:
             _refuse_key(command, key, name=name, owner=owner)
         if name in options and (reason := find_wrong_type(options[name].type, value)):

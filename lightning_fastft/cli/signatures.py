@@ -46,23 +46,12 @@ def read_options(class_path: str) -> dict[str, Option]:
         >>> read_options("lightning_fastft.PackedDataModule")["max_tokens"].default
         '4096'
     """
-    module, _, name = class_path.rpartition(".")
-    file = _find_file(module)
-    if file is None:
-        return {}
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    places = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level == 0
-        for alias in node.names
-    }
-    found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    found, places, module = _find_class(class_path)
     if found is None:
-        return read_options(places[name]) if places.get(name, class_path) != class_path else {}
+        return {}
     base = found.bases[0] if found.bases else None
     base_path = places.get(base.id, f"{module}.{base.id}") if isinstance(base, ast.Name) else ""
-    init = next((node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+    init = _find_init(found)
     if init is None:
         return read_options(base_path)
     meanings = {**_read_meanings(init), **_read_meanings(found)}
@@ -72,6 +61,43 @@ def read_options(class_path: str) -> dict[str, Option]:
         if name in inherited and (not option.meaning or _REFERENCE.match(option.meaning)):
             own[name] = option._replace(meaning=inherited[name].meaning)
     return {**own, **{name: option for name, option in inherited.items() if name not in own}}
+
+
+def passes_on_options(class_path: str) -> bool:
+    """Return whether a class passes ``**kwargs`` to several bases: it has more options than ``read_options`` finds.
+
+    Example:
+        >>> passes_on_options("lightning_fastft.FastFTDDPStrategy"), passes_on_options("lightning_fastft.FineTuner")
+        (True, False)
+    """
+    found, _, _ = _find_class(class_path)
+    init = _find_init(found)
+    return found is not None and init is not None and init.args.kwarg is not None and len(found.bases) > 1
+
+
+@cache
+def _find_class(class_path: str) -> tuple[ast.ClassDef | None, dict[str, str], str]:
+    """Return a class, the path of each name that its module imports, and its module; None if no source has it."""
+    module, _, name = class_path.rpartition(".")
+    file = _find_file(module)
+    if file is None:
+        return None, {}, module
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    places = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level == 0
+        for alias in node.names
+    }
+    found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if found is None and places.get(name, class_path) != class_path:
+        return _find_class(places[name])
+    return found, places, module
+
+
+def _find_init(found: ast.ClassDef | None) -> ast.FunctionDef | None:
+    body = [] if found is None else found.body
+    return next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
 
 
 def _options_of(init: ast.FunctionDef) -> dict[str, Option]:

@@ -81,6 +81,11 @@ class FastFTFabric(Fabric):
         **kwargs: Any,
     ) -> None:
         listed = callbacks if isinstance(callbacks, list) else [] if callbacks is None else [callbacks]
+        if str(strategy := kwargs.get("strategy")).startswith("fastft"):
+            raise OptionError(
+                f"strategy={strategy!r} is for a Trainer. FastFTFabric prepares the model itself: leave strategy out "
+                "on one device, or use strategy='ddp'. For FSDP2 use Trainer(strategy='fastft_fsdp') with FineTuner."
+            )
         super().__init__(callbacks=list(listed), plugins=plugins, **kwargs)
         check_fabric(self)
         given = plugins if isinstance(plugins, list) else [plugins]

@@ -17,6 +17,7 @@ import torch
 from lightning_fastft.core.checks import check_bool, check_float, check_int, check_share
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.dtypes import seeded
+from lightning_fastft.hf.lora_refusals import refuse_unknown_parts, refuse_variants
 from lightning_fastft.hf.lora_targets import ALL_LINEAR, copy_with_targets
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
             with without_pattern_warning(model, lora):
                 adapted = get_peft_model(model, lora, autocast_adapter_dtype=adapter_dtype == torch.float32)
         except _REFUSALS as error:
-            near = difflib.get_close_matches(str(lora.init_lora_weights), _INITIALISATIONS, n=1)
+            near = difflib.get_close_matches(str(lora.init_lora_weights).lower(), _INITIALISATIONS, n=1)
             advice = f". Did you mean {near[0]}?" if near and "Unknown initialization" in str(error) else ""
             raise OptionError(f"lora does not match {type(model).__name__}: {error or repr(error)}{advice}") from error
     cast_adapters(adapted, adapter_dtype)
@@ -201,6 +202,7 @@ def parse_lora(lora: LoraConfig | Mapping[str, Any]) -> LoraConfig:
             "The fields are those of PEFT's LoraConfig, mostly r, lora_alpha, lora_dropout and target_modules; see "
             "help(peft.LoraConfig)."
         )
+    refuse_unknown_parts(lora)
     try:
         if lora.get("init_lora_weights") == "loftq":
             # PEFT asks for scipy here, which its LoftQ needs and ours does not.
@@ -250,11 +252,7 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
                 "lora names a file (cache_file or covariance_file), which is neither read nor written. Remove the "
                 "field."
             )
-    if lora.layer_replication:
-        raise OptionError(
-            "lora.layer_replication is not supported: copies of a layer share one weight, and run the attention of "
-            "transformers. Remove it, or save a model with the layers repeated and train on its folder."
-        )
+    refuse_variants(lora)
     return lora
 
 

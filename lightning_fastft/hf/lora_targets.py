@@ -189,7 +189,11 @@ def refuse_unknown_targets(model: nn.Module, lora: LoraConfig) -> None:
     ]
     if not wrong:
         return
-    told = [f"{field} has {target!r}{_describe_nearest(target, known)}" for field, target, known in wrong]
+    told = [
+        f"{field} has {target!r}"
+        + ((field == "target_modules" and _describe_stack(model, target)) or _describe_nearest(target, known))
+        for field, target, known in wrong
+    ]
     raise OptionError(
         f"lora does not match {type(model).__name__}, which has no layers of these names: {'; '.join(told)}."
     )
@@ -253,6 +257,13 @@ def _refuse_word(model: nn.Module, pattern: str) -> None:
         )
 
 
+def _describe_stack(model: nn.Module, target: str) -> str:
+    """Return how to name a stack of expert weights, if a target is one; "" for others."""
+    found = (name for name, value in model.named_parameters() if name.endswith(f".{target}") and value.ndim == 3)
+    stack = ".".join(next(found, "").split(".")[-3:])
+    return f", whose weights are a stack of experts; name it in target_parameters: [{stack}]" if stack else ""
+
+
 def _describe_nearest(target: str, known: Collection[str]) -> str:
     """Return the known names closest to a target."""
     depth = target.count(".")
@@ -269,6 +280,9 @@ def describe_adapters(model: PeftModel, lora: LoraConfig, *, skipped: Mapping[st
     targets = lora.target_modules
     named = [targets] if isinstance(targets, str) else sorted(targets or ())
     named += sorted(lora.target_parameters or ())
+    if len(named) > MOST_SHOWN:
+        # EVA names every layer.
+        named = sorted({name.rpartition(".")[2] for name in named})
     shown = f"{', '.join(named[:MOST_SHOWN])}{', ...' if len(named) > MOST_SHOWN else ''}"
     frozen = len(model.peft_config) - 1
     without = ", ".join(f"{number} {reason}" for reason, number in (skipped or {}).items())

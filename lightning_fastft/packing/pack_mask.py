@@ -87,8 +87,9 @@ class PackMask(torch.Tensor):
             raise ContextError(
                 "A transformers model built its attention mask from a packed batch, so nobody prepared it and the "
                 'documents of the batch would see each other. Train it with Trainer(strategy="fastft") or '
-                "Trainer(callbacks=[PackedTraining()]), or in a loop of your own load it with "
-                'attn_implementation="fastft" after lightning_fastft.register(), and call model(**batch).'
+                "Trainer(callbacks=[PackedTraining()]), or in a loop of your own with FastFTFabric; a model without "
+                'recurrent layers may also be loaded with attn_implementation="fastft" after '
+                "lightning_fastft.register(), and called as model(**batch)."
             )
         return result
 

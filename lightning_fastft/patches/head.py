@@ -257,9 +257,11 @@ def _find_head(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module] | St
     plain = nn.Linear, TrainableTokensWrapper
     other = next((layer for layer in heads if type(layer) not in plain and not isinstance(layer, _LAZY)), None)
     if other is not None:
-        remedy = "Remove lm_head from target_modules to get it." if "peft" in type(head).__module__ else ""
+        if "peft" in type(head).__module__:
+            remedy = "Remove lm_head from target_modules to get it."
+            return Status(STATUS_NAME, "inactive", "the output layer has an adapter", remedy)
         return Status(
-            STATUS_NAME, "inactive", f"the output layer is a {type(other).__name__}, not a plain linear layer", remedy
+            STATUS_NAME, "inactive", f"the output layer is a {type(other).__name__}, not a plain linear layer"
         )
     if any(map(has_own_forward, heads)):
         return Status(STATUS_NAME, "inactive", "the output layer's forward was replaced or compiled on this instance")

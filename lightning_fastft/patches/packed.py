@@ -29,6 +29,7 @@ from lightning_fastft.hf.families import (
     find_compiled,
     find_other_models,
 )
+from lightning_fastft.hf.lora_refusals import refuse_invoked_adapters
 from lightning_fastft.hf.sharding.gathered import gathered_weights
 from lightning_fastft.mixers.install import install_mixers
 from lightning_fastft.packing.context import ONE_BY_ONE
@@ -79,7 +80,7 @@ def install_packed_training(
         The statuses, also for a module without a transformers model, and the decoder layers.
 
     Raises:
-        UnsupportedModelError: A family cannot be packed exactly; nothing was changed.
+        UnsupportedModelError: A family or an adapter cannot be packed exactly; nothing was changed.
         OptionError: The models recompute activations already, and the policy is "keep"; or torch.compile compiles a
             whole model, and the policy offloads.
 
@@ -87,6 +88,7 @@ def install_packed_training(
         Host work once per run; no device work.
     """
     models = find_causal_models(root)
+    refuse_invoked_adapters(root)
     if attention == ONE_BY_ONE:
         return _install_one_by_one(models, patcher, checkpointing=checkpointing)
     for _, model in models:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ NOTICE_S = 30.0
 def explain_rendezvous(environment: ClusterEnvironment, *, num_ranks: int, num_devices: int) -> Iterator[None]:
     """Warn if the ranks of a job have not met after 30 s, and explain a rendezvous that fails.
 
+    Ctrl-C ends the process at once.
+
     Raises:
         RendezvousError: Ranks are missing, the head node is not reached, or its port is taken.
     """
@@ -34,12 +38,31 @@ def explain_rendezvous(environment: ClusterEnvironment, *, num_ranks: int, num_d
     if local == 0 and num_ranks > 1:
         notice.start()
     try:
-        yield
+        with _ended_by_interrupts():
+            yield
     except dist.DistError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise RendezvousError(f"The ranks of the job did not meet ({where}): {reason}. {_remedy(reason)}") from error
     finally:
         notice.cancel()
+
+
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Let SIGINT end the process inside a block: torch waits in C++, where Python's handler does not run.
+
+    No-op in threads, in interactive sessions, and if the program handles SIGINT itself.
+    """
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_interactive or not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _warn_of_waiting(where: str) -> None:

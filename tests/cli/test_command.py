@@ -94,6 +94,18 @@ def test_refused_choice_answers_with_the_value_and_the_choices(words, reason, fo
             "model.optimizer.weight_decay: must be a number, got 'x'",
         ),
         (
+            ["--model.optimizer", "lightning_fastft.optim.FusedAdamW", "--model.optimizer.lr", "fast"],
+            "model.optimizer.lr: must be a number, got 'fast'",
+        ),
+        (
+            ["--trainer.strategy=FastFTFSDPStrategy", "--trainer.strategy.shard", "nodes"],
+            "trainer.strategy.shard: must be a whole number or one of 'auto', 'node', got 'nodes'",
+        ),
+        (
+            ["--config", "budget.yaml", "--trainer.strategy.activations.vram_budget", "14GB"],
+            "trainer.strategy.activations.vram_budget: must be a number or 'auto', got '14GB'",
+        ),
+        (
             ["--model.optimizer", "lightning_fastft.optim.FusedAdamW", "--model.optimizer.optim_bits", "4"],
             "model.optimizer.optim_bits: must be one of 8, 32, got '4'",
         ),
@@ -116,10 +128,21 @@ def test_value_that_a_class_refuses_answers_with_the_reason_of_the_class(words, 
     activations = {"class_path": "lightning_fastft.OffloadCheckpointing", "init_args": {"policy": "autoo"}}
     strategy = {"class_path": "lightning_fastft.FastFTStrategy", "init_args": {"activations": activations}}
     (folder / "strategy.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    activations["init_args"] = {}
+    (folder / "budget.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
     status, text = answer(["fit", "--model.model", "x", "--data.paths", "y.jsonl", "--trainer.max_steps", "1", *words])
     lines = [line for line in text.splitlines() if line.startswith(("error", "hint"))]
     assert status == 2
     assert lines == [f"error: {reason}", "hint: all options: fastft fit --help"]
+
+
+@pytest.mark.parametrize("config", [[], ["--config", "qlora_qwen3_8b"]])
+@pytest.mark.parametrize(("name", "owner"), [("fastft", "FastFTStrategy"), ("fastft_fsdp", "FastFTFSDPStrategy")])
+def test_options_of_a_strategy_are_answered_with_its_class(config, name, owner, folder, answer):
+    words = ["--trainer.strategy", name, "--trainer.strategy.activations", "OffloadCheckpointing"]
+    status, text = answer(["fit", *config, "--model.model", "x", "--data.paths", "y", *words])
+    assert status == 2
+    assert f"the name {name!r} takes no options\nhint: name its class first: --trainer.strategy {owner}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -151,6 +174,25 @@ def test_values_of_other_tools_answer_with_what_to_write(words, hint, folder, an
     assert hint in second
     assert "dot import path" not in reason
     assert last == "hint: all options: fastft fit --help"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("FastFTDDPStrategy", {"timeout": "1:30:00", "find_unused_parameters": True, "static_graph": True}, "y.jsonl"),
+        ("FastFTDDPStrategy", {"timeot": "1:30:00"}, "'timeot' is not accepted"),
+        ("FastFTFSDPStrategy", {"timeout": "1:30:00"}, "y.jsonl"),
+    ],
+)
+def test_a_config_sets_options_that_a_strategy_has_from_lightning_and_torch(name, options, reason, folder, answer):
+    strategy = {"class_path": f"lightning_fastft.{name}", "init_args": options}
+    (folder / "own.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy, "accelerator": "cpu"}}))
+    if reason != "y.jsonl":
+        # The parser comes after the check of the data's files.
+        (folder / "y.jsonl").write_text('{"text": "one two"}\n')
+    words = ["--config", "own.yaml", "--model.model", "x", "--data.paths", "y.jsonl", "--trainer.max_steps", "1"]
+    _, text = answer(["fit", *words])
+    assert reason in text
 
 
 @pytest.mark.parametrize("word", ["--trainer.strategy=fastft", ""])

@@ -238,6 +238,8 @@ class TestMisuse:
         ("options", "named"),
         [
             ({"strategy": ModelParallelStrategy(lambda model, _: model)}, "fastft_fsdp"),
+            ({"strategy": "fastft"}, "leave strategy out on one"),
+            ({"strategy": "fastft_fsdp"}, "FSDP2 use Trainer"),
             ({"precision": "bf16-mixed"}, "bf16-mixed"),
             ({"precision": "bf16-true"}, "bf16-true"),
             ({"callbacks": [ModelCheckpoint()]}, "ModelCheckpoint"),

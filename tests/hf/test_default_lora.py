@@ -12,7 +12,7 @@ from benchmarks.model_types import ALTERNATIVES, build_config
 from lightning_fastft.core.errors import OptionError, ResumeError
 from lightning_fastft.hf.export import save_adapters
 from lightning_fastft.hf.lora import add_adapters
-from lightning_fastft.hf.lora_targets import find_default_targets, find_lost_names, shorten
+from lightning_fastft.hf.lora_targets import describe_adapters, find_default_targets, find_lost_names, shorten
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.packs import make_batch
 from tests.support.tiny_models import HYBRIDS, MOE, MORE_MOE, build_tiny
@@ -183,3 +183,19 @@ def test_adapters_of_the_earlier_default_are_refused_in_words_and_load_with_all_
     tuner.configure_model()
     with pytest.raises(ResumeError, match="'target_modules': 'all-linear'"):
         tuner.load_state_dict(earlier.state_dict())
+
+
+def test_targets_that_name_every_layer_are_described_by_their_kinds():
+    ends = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = build_tiny("qwen3")
+    targets = [name for name, _ in model.named_modules() if name.endswith(tuple(ends))]
+    assert len(targets) == 2 * len(ends)
+    adapted = add_adapters(model, lora=LoraConfig(r=2, target_modules=targets), adapter_dtype=torch.float32)
+    shown = describe_adapters(adapted, adapted.peft_config["default"], skipped=None)
+    assert shown.endswith(f"on {', '.join(sorted(ends))}")
+
+
+def test_a_stack_of_experts_as_a_module_is_answered_with_target_parameters():
+    lora = LoraConfig(r=2, target_modules=["q_proj", "gate_up_proj"])
+    with pytest.raises(OptionError, match=r"in target_parameters: \[mlp\.experts\.gate_up_proj\]"):
+        add_adapters(build_tiny("qwen3_moe"), lora=lora, adapter_dtype=torch.float32)

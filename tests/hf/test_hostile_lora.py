@@ -55,6 +55,23 @@ def test_values_of_another_type_are_refused(fields, told):
         parse_lora(fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"alora_invocation_tokens": [5]}, "once in each row"),
+        ({"arrow_config": {}}, "already trained"),
+        ({"kasa_config": {}}, "added to the loss"),
+        ({"monteclora_config": {}}, "added to the loss"),
+        # PEFT ignores unknown fields inside these.
+        ({"init_lora_weights": "eva", "eva_config": {"rhoo": 2.0}}, r"eva_config .*'rhoo'. Did you mean rho\?"),
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_iters": 4}}, r"Did you mean loftq_iter\?"),
+    ],
+)
+def test_variants_that_would_train_something_else_are_refused(fields, told):
+    with pytest.raises(OptionError, match=told):
+        parse_lora(fields)
+
+
 def test_flags_may_be_null_and_ids_a_list():
     lora = {"use_dora": None, "fan_in_fan_out": None, "trainable_token_indices": {"embed_tokens": [3, 5]}}
     assert not parse_lora(lora).use_dora

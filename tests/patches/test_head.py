@@ -222,7 +222,7 @@ def test_an_adapted_output_layer_keeps_its_own_path():
     patcher = ModelPatcher()
     status = install_head(model.get_base_model(), patcher)
     assert status.state == "inactive"
-    assert "output layer" in status.reason
+    assert "the output layer has an adapter" in status.reason
     assert status.remedy
     assert len(patcher) == 0
     ours = run(model, batch)

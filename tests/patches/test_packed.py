@@ -32,6 +32,13 @@ def test_peft_model_inside_a_module_is_served_and_restored():
     assert not root["policy"].get_base_model().is_gradient_checkpointing
 
 
+@pytest.mark.parametrize("attention", ["auto", "one_by_one"])
+def test_adapters_that_wait_for_tokens_in_a_row_are_refused(attention):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[3], task_type="CAUSAL_LM")
+    with pytest.raises(UnsupportedModelError, match="q_proj has an adapter with alora_invocation_tokens"):
+        install_packed_training(get_peft_model(tiny_llama(), lora), ModelPatcher(), attention=attention)
+
+
 def test_two_models_in_one_module_are_both_served_and_told_apart():
     root = nn.ModuleDict({"student": tiny_llama(), "teacher": tiny_llama()})
     statuses = install_packed_training(root, ModelPatcher()).statuses

@@ -40,6 +40,12 @@ def test_an_unprepared_model_is_refused(name, attention):
         model(**make_batch())
 
 
+def test_a_hybrid_that_asks_for_packed_attention_alone_is_answered_with_the_fabric():
+    lightning_fastft.register()
+    with pytest.raises(ContextError, match="FastFTFabric; a model without recurrent layers may also"):
+        build_tiny("lfm2", attention="fastft")(**make_batch())
+
+
 @pytest.mark.parametrize("name", [param for param in FAMILIES if param.values[0] not in NEVER_PACKED])
 def test_a_prepared_model_is_not_refused(name):
     model = build_tiny(name)

@@ -1,6 +1,7 @@
 """Ranks that do not meet: the error names the rank, the node, the address and what to do, and comes in time."""
 
 import os
+import signal
 import socket
 import time
 import warnings
@@ -56,4 +57,21 @@ def test_a_rendezvous_without_the_other_node_says_what_is_missing(tmp_path, numb
     assert reason in said
     assert remedy in said
     assert ("Still waiting for the other ranks" in said) == (not is_taken)
+    assert time.monotonic() - begin < 20
+
+
+def test_an_interrupt_ends_a_rank_that_waits_for_the_others(tmp_path):
+    def wait(write):
+        # In the background of a shell interrupts are ignored, in a child too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        join(0, num_ranks=2, port=free_port(), are_nodes=True)
+        rendezvous.NOTICE_S = 0.3
+        rendezvous._warn_of_waiting = lambda where: os.kill(os.getpid(), signal.SIGINT)
+        strategy = FastFTDDPStrategy(timeout=timedelta(seconds=30))
+        quiet_trainer(tmp_path, strategy=strategy, num_nodes=2).fit(PlainModule(tiny_llama()), packed_loader())
+
+    begin = time.monotonic()
+    child, read = fork(wait)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+    os.close(read)
     assert time.monotonic() - begin < 20

@@ -383,3 +383,9 @@ def test_optimizer_that_refuses_vectors_is_refused_with_the_way_out(tmp_path):
     module = tuner(lora=None, optimizer=functools.partial(torch.optim.Muon, lr=1e-3))
     with pytest.raises(OptionError, match="configure_optimizers"):
         quiet_trainer(tmp_path, strategy="fastft").fit(module, DataLoader(packed_batches(2), batch_size=None))
+
+
+def test_wrong_option_of_fused_adamw_is_answered_without_other_advice(tmp_path):
+    module = tuner(lora=None, optimizer=functools.partial(FusedAdamW, offload=2.0))
+    with pytest.raises(OptionError, match=r"^offload must be [^M]+$"):
+        quiet_trainer(tmp_path, strategy="fastft").fit(module, DataLoader(packed_batches(2), batch_size=None))

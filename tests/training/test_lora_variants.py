@@ -384,6 +384,7 @@ def test_what_would_be_wrong_is_refused_by_name(options, message):
         ({"modules_to_save": ["lm_hed"]}, r"modules_to_save has 'lm_hed'.*nearest: lm_head"),
         ({"target_modules": "q_proj, v_proj"}, r"Write \[q_proj, v_proj\]"),
         ({"init_lora_weights": "pisa"}, r"Did you mean pissa\?"),
+        ({"init_lora_weights": "PiSSA"}, r"Did you mean pissa\?"),
     ],
 )  # fmt: skip
 def test_names_that_peft_ignores_are_refused(lora, message):

@@ -113,6 +113,9 @@ def call_factory(
     )
     try:
         return factory(groups)
+    except OptionError:
+        # Of FusedAdamW, about its options.
+        raise
     except ValueError as error:
         raise OptionError(
             f"The optimizer refused the {len(parameters)} trainable tensors of {model_name}: {error} An optimizer of "
