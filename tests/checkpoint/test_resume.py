@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +19,7 @@ from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.checkpoint.settings import STATE, describe_differences
 from lightning_fastft.core.errors import ResumeError
+from lightning_fastft.monitor.progress_bar import FastFTProgressBar
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.faults.saves import fork
@@ -323,6 +324,24 @@ def test_first_interrupt_saves_at_the_next_step_and_says_what_a_second_does(tmp_
     assert capfd.readouterr().err.count("A second Ctrl-C") == 1
     assert f"ckpt_path={tmp_path / 'stopped-step=1.ckpt'}" in caplog.text
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.usefixtures("own_interrupts")
+@pytest.mark.parametrize(("bars", "beginning"), [([], "SIGINT: "), ([FastFTProgressBar()], "\nSIGINT: ")])
+def test_the_message_of_a_stopped_run_does_not_end_the_line_of_a_bar(tmp_path, caplog, bars, beginning):
+    caplog.set_level("INFO")
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_model_summary": False, "max_steps": 2}
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        strategy="fastft",
+        callbacks=[interrupts(0.0), *bars],
+        enable_progress_bar=bool(bars),
+        **options,
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(PlainModule(tiny_llama()), packed_loader(4))
+    (message,) = (line for line in caplog.messages if "the run was saved" in line)
+    assert message.startswith(beginning)
 
 
 @pytest.mark.usefixtures("own_interrupts")
