@@ -138,10 +138,10 @@ class PackSums:
         np.add.at(self._count, length_S, 1)
         return len(length_S), longest
 
-    def to_dict(self, *, max_tokens: int | None) -> dict[str, Any] | None:
+    def to_dict(self, *, max_tokens: int | None, limit: str = "") -> dict[str, Any] | None:
         """Return plain values for JSON; None where there was no pack.
 
-        Without max_tokens, the most tokens of a pack, fill is None too.
+        Without max_tokens, the most tokens of a pack, fill is None too. limit: why there are no fewer packs.
         """
         if not self.num_packs:
             return None
@@ -152,6 +152,7 @@ class PackSums:
             "num_labelled": self.num_labelled,
             "num_documents": self.num_documents,
             "max_tokens": max_tokens,
+            "limit": limit,
             "fill": None if max_tokens is None else self.num_real_tokens / (self.num_packs * max_tokens),
             "padding": 1 - self.num_real_tokens / self.num_tokens,
             "mean_document_tokens": self.num_real_tokens / max(1, self.num_documents),
