@@ -39,6 +39,7 @@ from tests.monitor.run_report_worker import (
     NUM_RANKS,
     NUM_STEPS,
     Still,
+    batches_of,
     count_labelled,
     documents_of,
 )
@@ -811,6 +812,25 @@ def test_loss_of_several_ranks_is_the_mean_over_the_labelled_tokens_of_all(two_r
 
 
 @pytest.mark.slow
+def test_packs_of_several_ranks_are_those_of_all(two_ranks):
+    data, text = read(two_ranks / "whole")
+    packing = data["packing"]
+    contexts = [batch.context for rank in range(NUM_RANKS) for batch in batches_of(rank)]
+    lengths = np.concatenate([np.diff(context.start_host_S1.numpy()) for context in contexts])
+    assert (packing["num_packs"], packing["num_ranks"]) == (len(contexts), NUM_RANKS)
+    assert packing["num_documents"] == len(lengths) == sum(bar["count"] for bar in packing["lengths"])
+    assert packing["num_real_tokens"] == packing["num_tokens"] == int(lengths.sum())
+    assert packing["num_labelled"] == sum(context.num_labelled for context in contexts)
+    assert packing["longest_document_tokens"] == int(lengths.max())
+    for bar in packing["lengths"]:
+        assert bar["count"] == int(((lengths >= bar["low"]) & (lengths <= bar["high"])).sum())
+    assert "Of the packs of all ranks" in " ".join(Page(text).text.split())
+    alone, text = read(two_ranks / "broken")
+    assert alone["packing"]["num_ranks"] == 1
+    assert "Of the packs of rank 0" in " ".join(Page(text).text.split())
+
+
+@pytest.mark.slow
 def test_samples_of_ddp_and_fsdp_are_those_of_the_model_alone(two_ranks):
     answers = json.loads((two_ranks / "fastft_ddp" / "answers.json").read_text())
     assert all(answers)
@@ -840,7 +860,10 @@ def test_ranks_that_noted_different_steps_are_told(tmp_path):
     def gather(self, own_V):
         other = StepLosses()
         other.add(0, 1.0, is_last=True)
-        return torch.stack([own_V, torch.cat([own_V[:3], torch.from_numpy(other.to_array())])])
+        losses_V = torch.from_numpy(other.to_array())
+        # Lengths of documents, which are gathered too, are fewer.
+        is_lengths = len(own_V) < len(losses_V)
+        return torch.stack([own_V, own_V if is_lengths else torch.cat([own_V[: -len(losses_V)], losses_V])])
 
     with mock.patch.object(FastFTStrategy, "all_gather", gather), mock.patch.object(pl.Trainer, "world_size", 2):
         fit(tmp_path)
