@@ -3,9 +3,12 @@ checkpoint are said or refused.
 """
 
 import os
+import re
 import signal
 import threading
 import time
+import warnings
+from functools import partial
 
 import psutil
 import pytest
@@ -235,7 +238,37 @@ def test_state_of_another_optimizer_is_refused(before, now, tmp_path):
         fit(tmp_path, tuner(optimizer=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
 
 
-@pytest.mark.parametrize(("before", "now"), [(None, torch.optim.AdamW), (torch.optim.AdamW, None)])
+def adamw(**options):
+    return partial(torch.optim.AdamW, lr=1e-3, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        (momentum, torch.optim.SGD, ["SGD .*: momentum was 0.9 and is 0"]),
+        (torch.optim.SGD, momentum, ["SGD .*: momentum was 0.* and is 0.9"]),
+        (adamw(), adamw(betas=(0.8, 0.9), amsgrad=True), ["amsgrad was False and is True", r"betas was .*0\.999"]),
+        (adamw(weight_decay=0.1), adamw(weight_decay=0.2), ["weight_decay was 0.1 and is 0.2"]),
+        (adamw(), adamw(foreach=False), []),
+        (None, None, []),
+    ],
+)
+def test_other_options_of_an_optimizer_are_said_and_those_of_the_checkpoint_hold(tmp_path, before, now, lines):
+    first = fit(tmp_path, tuner(optimizer=before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        second = fit(tmp_path, tuner(optimizer=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+    said = sorted(str(warning.message) for warning in found if "another option" in str(warning.message))
+    assert len(said) == len(lines)
+    for line, text in zip(lines, said):
+        assert re.search(line, text)
+        assert text.endswith("(the checkpoint's is used).")
+    (before_group,), (now_group,) = ([*run.optimizers[0].param_groups] for run in (first, second))
+    for name in ("momentum", "betas", "amsgrad", "weight_decay"):
+        assert before_group.get(name) == now_group.get(name)
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, adamw(weight_decay=0.0)), (adamw(weight_decay=0.0), None)])
 def test_state_of_the_same_rule_is_resumed(before, now, tmp_path):
     fit(tmp_path, tuner(optimizer=before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
     trainer = fit(tmp_path, tuner(optimizer=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
