@@ -139,6 +139,7 @@ def test_a_file_is_replaced_only_if_asked_for(rows, answer):
     ("words", "part"),
     [
         (["--model", "nobody/nothing"], "config.json is enough"),
+        (["--model", "nothing/"], "there is nothing at nothing/"),
         (["--data", "pairs.jsonl"], "--config dpo_qwen3_8b --model.model " + WORDS[WORDS.index("--model") + 1]),
         (["--data", "labelled.jsonl"], "--data.paths labelled.jsonl --model.loss kto"),
         (["--gpu", "3090"], "RTX 4090"),
