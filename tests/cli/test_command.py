@@ -324,10 +324,10 @@ def test_control_characters_in_the_name_of_a_model_do_not_reach_the_terminal(mon
 
 def test_an_error_of_another_origin_keeps_its_traceback(monkeypatch):
     def run(command, words):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(command_module, "_run", run)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match="Input/output error"):
         main(["fit"])
 
 
