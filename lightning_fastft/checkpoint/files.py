@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
 
@@ -34,7 +34,7 @@ from lightning_fastft.checkpoint.digests import (
     write_archive,
 )
 from lightning_fastft.checkpoint.signing import describe_forgery, sign
-from lightning_fastft.core.errors import DamagedCheckpointError, UnsafeCheckpointError
+from lightning_fastft.core.errors import DamagedCheckpointError, OptionError, UnsafeCheckpointError
 from lightning_fastft.core.files import sync_file
 
 RECORD = "commit.json"
@@ -87,11 +87,12 @@ def load_file(path: Path, *, map_location: Any = "cpu", origin: str = "") -> Any
             the folder.
         UnsafeCheckpointError: The file is not signed with the key of the environment, has objects other than tensors
             and plain types, or would need more memory than its size.
+        OptionError: The file may not be read.
 
     Cost:
         Reads the file twice, the first time with SHA-256.
     """
-    with path.open("rb") as file:
+    with _open(path) as file:
         with _told_damage(path, origin):
             _judge_file(file)
             _judge_sizes(file, origin or path)
@@ -108,13 +109,22 @@ def load_file(path: Path, *, map_location: Any = "cpu", origin: str = "") -> Any
             ) from error
 
 
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except PermissionError as error:
+        raise OptionError(
+            f"The checkpoint {path} cannot be read: {error.strerror}. Let this user read it (chmod), or give a copy."
+        ) from error
+
+
 def check_file(path: Path) -> bool:
     """Verify a file; return True if it has a digest, and False for a file of ``torch.save`` without one.
 
     Raises:
         DamagedCheckpointError: The bytes do not match the digest, or the end of the file is missing.
     """
-    with path.open("rb") as file, _told_damage(path):
+    with _open(path) as file, _told_damage(path):
         has_digest = _judge_file(file)
         _judge_sizes(file, path)
         return has_digest

@@ -233,9 +233,11 @@ class ExactResume(GivenOnce, Callback):
         trainer.save_checkpoint(path, weights_only=False)
         # Our strategies may still be writing it in the background.
         getattr(trainer.strategy, "finish_saves", do_nothing)()
+        # The line of a progress bar has no end yet.
+        line_end = "\n" if getattr(trainer.progress_bar_callback, "is_enabled", False) else ""
         rank_zero_info(
-            f"{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and ends. "
-            f"Resume with ckpt_path={path}, or repeat the command with --ckpt_path last"
+            f"{line_end}{signal.Signals(number).name}: the run was saved at optimizer step {trainer.global_step} and "
+            f"ends. Resume with ckpt_path={path}, or repeat the command with --ckpt_path last"
         )
         if number == requeue_signal(trainer):
             # SLURM kills the other ranks as soon as one has ended, so all wait for the answer.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_fastft.core.errors import ResumeError
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ _RESTORED = ("learning_rate", "loraplus_lr_ratio", "weight_decay", "seed_everyth
 _NAMES_OF_ALL_SCHEDULERS = {
     "base_lrs", "last_epoch", "verbose", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial",
 }  # fmt: skip
+# Options of optimizers that a schedule changes, and options that only change the speed.
+_RATES = {"lr", "initial_lr"}
+_SPEED_OPTIONS = {"foreach", "fused", "capturable", "differentiable"}
 _NOT_GIVEN = object()
 _TRAINER_SETTINGS = (
     "accumulate_grad_batches",
@@ -78,7 +83,8 @@ def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -
 
 
 def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Check that a saved state is not that of another kind of optimizer, by the options of its first group.
+    """Check that a saved state is not that of another kind of optimizer, by the options of its first group; warn of
+    options with another value, which torch replaces by those of the state.
 
     Raises:
         ResumeError: Each has numbers among its options that the other has not, or they have different numbers of
@@ -98,6 +104,8 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             f"run has {num_own}. Resume with the optimizer of that run, or start a new run from its weights without "
             "ckpt_path."
         )
+    for line in _describe_options(optimizer, saved["param_groups"][0]):
+        rank_zero_warn(f"Resumed with another option of {type(optimizer).__name__} than that of the checkpoint: {line}")
 
 
 def check_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
@@ -153,7 +161,19 @@ def _show(value: Any) -> str:
 def _numbers(options: Mapping[str, Any]) -> set[str]:
     """Return the names of options that are numbers, or tuples of these; versions of torch differ in flags."""
     names = {name for name, value in options.items() if isinstance(value, (int, float, tuple))}
-    return {name for name in names if not isinstance(options[name], bool)} - {"lr", "initial_lr"}
+    return {name for name in names if not isinstance(options[name], bool)} - _RATES
+
+
+def _describe_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
+    """Return a line per option of the first group whose values differ and change the arithmetic."""
+    own, names = optimizer.param_groups[0], optimizer.defaults.keys() - _RATES - _SPEED_OPTIONS
+    return [
+        f"{name} was {saved[name]!r} and is {own[name]!r} (the checkpoint's is used)."
+        for name in sorted(names & saved.keys())
+        if isinstance(own[name], (int, float, tuple))
+        and isinstance(saved[name], (int, float, tuple, list))
+        and _plain(own[name]) != _plain(saved[name])
+    ]
 
 
 def _plain(value: Any) -> Any:

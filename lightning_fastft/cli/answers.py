@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 import sys
 import traceback
@@ -234,6 +235,22 @@ def explain_missing_files(error: OSError | ValueError) -> str:
         "need `hf auth login`\n"
         "hint: without a network set HF_HUB_OFFLINE=1 and give a local folder; fastft demo writes a small model to "
         "runs/demo/trained\n"
+    )
+
+
+def explain_full_disk(error: OSError | ValueError) -> str:
+    """Return an error text with a hint if a file could not be written for want of space; "" for other errors.
+
+    Example:
+        >>> explain_full_disk(OSError(2, "No such file or directory"))
+        ''
+    """
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    return (
+        f"error: a file could not be written: {error.strerror}{f': {error.filename}' if error.filename else ''}\n"
+        "hint: free space on the disks of the logs, checkpoints and cached data (df -h); a run then continues from its "
+        "last checkpoint with --ckpt_path last\n"
     )
 
 

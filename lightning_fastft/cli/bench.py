@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning_fastft
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
+from lightning_fastft.core.files import find_write_obstacle
 
 _GIB = 2**30
 
@@ -20,6 +21,8 @@ _GIB = 2**30
 # benchmarks/train_step.py). The first is built from 27.5 GiB of bf16 weights.
 _FITS = (("qwen3-14b-qlora", 40.0), ("qwen3-8b-qlora", 30.0), ("qwen3-0.6b-lora", 20.0))
 _CPU_WORKLOAD = "tiny"
+# Where benchmarks.compare makes a folder for each comparison, in the current folder.
+_RESULTS = Path("runs/compare")
 
 
 def run_bench(words: Sequence[str]) -> int:
@@ -34,14 +37,16 @@ def run_bench(words: Sequence[str]) -> int:
     Raises:
         MissingDependencyError: There is no folder ``benchmarks`` next to the package or in the current folder. Wheels
             do not contain it.
-        OptionError: The GPU is too small for every workload.
+        OptionError: The GPU is too small for every workload, or the folder of results cannot be written to.
 
     Cost:
         Minutes to an hour: every setting of every system runs in two processes. Host memory for one model.
     """
     workload, rest = take_option(words, "--workload", default="")
     out, rest = take_option(rest, "--out", default="")
-    folder = find_repository()
+    folder, results = find_repository(), Path(out or _RESULTS)
+    if obstacle := find_write_obstacle(results):
+        raise OptionError(f"The comparison cannot write to {results}: {obstacle}. Give another folder: --out FOLDER.")
     # Imported on use: the help and a missing repository need no torch.
     import torch
 

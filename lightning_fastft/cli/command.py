@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from lightning_fastft.cli.answers import explain_missing_files
+from lightning_fastft.cli.answers import explain_full_disk, explain_missing_files
 from lightning_fastft.cli.mistakes import check_words
 from lightning_fastft.cli.noise import without_noise
 from lightning_fastft.cli.other_names import COMMANDS
@@ -56,7 +56,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _answer_interrupt()
     # transformers raises either for a missing or damaged model folder.
     except (OSError, ValueError) as error:
-        answer = explain_missing_files(error)
+        answer = explain_full_disk(error) or explain_missing_files(error)
         if not answer:
             raise
         sys.stderr.write(printable(answer, keeps_lines=True))

@@ -106,7 +106,7 @@ def _parse_args(words: Sequence[str]) -> Namespace:
 def _check_model(model: str) -> None:
     """Refuse a path at which there is no model; what may be a hub id is not checked."""
     path = Path(model).expanduser()
-    is_path = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    is_path = path.is_absolute() or model.startswith((".", "~")) or model.endswith("/") or model.count("/") > 1
     if is_path and not path.exists():
         raise OptionError(
             f"--model: there is nothing at {model} (searched from {Path.cwd()}). Give a name on huggingface.co or a "

@@ -309,6 +309,8 @@ def _describe_resident(metered: MeteredStep, gpu: Gpu, *, num_packs: int) -> lis
     optimizer = metered.optimizer
     copied = optimizer.copied_bytes
     copies = f", which copies {gib(copied)} of moments from host memory and back" if copied else ""
+    if copied and optimizer.is_paged:
+        copies += ", at most: the driver keeps paged moments on the device while it has room"
     share = f"; a run makes it once in {num_packs} packs, and the figures below in each" if num_packs > 1 else ""
     return [
         f"weights, gradients and optimizer: {gib(metered.held_bytes)}, of which {gib(optimizer.state_bytes)} "

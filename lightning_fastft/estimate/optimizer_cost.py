@@ -38,6 +38,7 @@ class OptimizerCost(NamedTuple):
         peak_bytes: Transient memory of a step.
         host_ms: Host time per kernel.
         waits: Whether the host waits for the device within the step, so that the times of host and device add up.
+        is_paged: Whether the driver keeps what fits of copied_bytes on the device, so that a step copies less.
     """
 
     state_bytes: int
@@ -46,6 +47,7 @@ class OptimizerCost(NamedTuple):
     peak_bytes: int = 0
     host_ms: float = 0.0
     waits: bool = False
+    is_paged: bool = False
 
     def ms_on(self, gpu: Gpu) -> float:
         """Return the time of a step on a GPU."""
@@ -131,6 +133,7 @@ def _meter(optimizer: Optimizer) -> OptimizerCost | None:
         peak_bytes=peak_bytes,
         host_ms=_WAIT_MS if is_bitsandbytes else _HOST_MS,
         waits=is_bitsandbytes or num_reads > 0,
+        is_paged=paged_bytes > 0,
     )
 
 

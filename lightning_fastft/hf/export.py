@@ -293,13 +293,20 @@ def check_free(out: Path) -> None:
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
     """Yield a temporary folder next to out; rename it to out if the block succeeds, else remove it."""
-    with saving(out):
+    try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with part_beside(out, is_folder=True) as part:
             yield part
             check_free(out)
             part.rename(out)
         sync_folder(out.parent)
+    except CheckpointNotSavedError:
+        raise
+    except OSError as error:
+        raise CheckpointNotSavedError(
+            f"{out} was not written: {error}. Nothing is left there. Give a folder that can be written to, on a disk "
+            "with enough space."
+        ) from error
 
 
 @contextmanager

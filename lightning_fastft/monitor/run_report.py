@@ -51,9 +51,9 @@ class RunReport(GivenOnce, Callback):
     micro-batch. Steps of a resumed run continue from the checkpoint.
 
     Environment variables are not read, and values that look like secrets are replaced. The page loads nothing and runs
-    no script. Rank 0 writes the files and logs a summary. Losses, memory and speed of all ranks are gathered once, if
-    the run finished or ExactResume stopped it. Otherwise the page shows the losses of rank 0, scaled by its share of
-    the labels, and says so.
+    no script. Rank 0 writes the files and logs a summary. Losses, packs, memory and speed of all ranks are gathered
+    once, if the run finished or ExactResume stopped it. Otherwise the page shows the losses of rank 0, scaled by its
+    share of the labels, and its packs, and says so.
 
     Args:
         path: The HTML file, ending in ".html"; the JSON file is written next to it. None is "run_report.html" in the
@@ -71,8 +71,8 @@ class RunReport(GivenOnce, Callback):
     Cost:
         Every micro-batch: five CUDA events and one small asynchronous copy; no host sync. The profiled step has two
         host syncs, and its trace is written and read, about a second per 10,000 kernels. The watched step is slower by
-        some microseconds per operation. Neither is included in reported times. At the end: one small gather over ranks,
-        and the two files.
+        some microseconds per operation. Neither is included in reported times. At the end: two small gathers over
+        ranks, and the two files.
 
     Example:
         >>> RunReport("reports/run.html", profile_step=None).json_path

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 # Precisions that Lightning's ModelParallelStrategy supports. Lightning 2.6.6 checks them for an instance, but not for a
 # strategy given by name.
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+
+# Optimizers with operations in place that torch (2.13) does not run on shards.
+_NOT_SHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 
 
 class FastFTFSDPStrategy(FolderCheckpointStrategy):
@@ -177,7 +182,7 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
 
         Raises:
             OptionError: The strategy cannot shard the module; the message has the line to add to the module. Or a
-                callback unfreezes layers.
+                callback unfreezes layers, or the optimizer cannot step shards.
         """
         for callback in callbacks_of(trainer):
             if isinstance(callback, BaseFinetuning):
@@ -188,6 +193,7 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
                 )
         self._shard_module()
         super().setup(trainer)
+        _check_optimizers(self.optimizers)
         self._replicate()
 
     def teardown(self) -> None:
@@ -323,3 +329,17 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
         found = replicated_parameters(self.lightning_module)
         if found and self._replicated is None:
             self._replicated = ReplicatedParameters(found)
+
+
+def _check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers of torch whose step fails on shards."""
+    from torch.distributed.tensor import DTensor
+
+    for optimizer in optimizers:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if isinstance(optimizer, _NOT_SHARDED) and any(isinstance(parameter, DTensor) for parameter in held):
+            raise OptionError(
+                f"The step of {type(optimizer).__name__} needs whole weights, and strategy='fastft_fsdp' shards them. "
+                "Use the default optimizer (FusedAdamW(optim_bits=8) for less memory), or strategy='fastft_ddp' if "
+                "the model fits one device."
+            )

@@ -9,6 +9,7 @@ import os
 import pickle
 import struct
 import zipfile
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -28,7 +29,12 @@ from lightning_fastft.checkpoint.files import (
     replace_folder,
     save_file,
 )
-from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_fastft.core.errors import (
+    CheckpointNotSavedError,
+    DamagedCheckpointError,
+    OptionError,
+    UnsafeCheckpointError,
+)
 from tests.faults.saves import fork
 
 CONTENT = {"weight": torch.arange(3000.0), "step": 3, "names": ["a", None, 2.5, True]}
@@ -115,6 +121,15 @@ def test_damage_names_expected_found_and_the_newest_intact_one(tmp_path):
     assert str(paths[3]) in message
     assert f"expected SHA-256 {expected}, found" in message
     assert message.endswith(f"The newest intact checkpoint of its folder is {paths[1]}.")
+
+
+@pytest.mark.parametrize("read", [load_file, check_file])
+def test_file_of_another_user_is_refused_with_what_to_do(tmp_path, read):
+    save_file(CONTENT, tmp_path / "a.ckpt")
+    # The permissions of a file do not bind root, which may run the tests.
+    refusal = PermissionError(errno.EACCES, "Permission denied")
+    with mock.patch.object(Path, "open", side_effect=refusal), pytest.raises(OptionError, match="cannot be read"):
+        read(tmp_path / "a.ckpt")
 
 
 def test_damage_without_an_intact_one_says_so(tmp_path):

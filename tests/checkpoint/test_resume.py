@@ -3,14 +3,17 @@ checkpoint are said or refused.
 """
 
 import os
+import re
 import signal
 import threading
 import time
+import warnings
+from functools import partial
 
 import psutil
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +22,7 @@ from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.checkpoint.settings import STATE, describe_differences
 from lightning_fastft.core.errors import ResumeError
+from lightning_fastft.monitor.progress_bar import FastFTProgressBar
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.faults.saves import fork
@@ -234,7 +238,37 @@ def test_state_of_another_optimizer_is_refused(before, now, tmp_path):
         fit(tmp_path, tuner(optimizer=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
 
 
-@pytest.mark.parametrize(("before", "now"), [(None, torch.optim.AdamW), (torch.optim.AdamW, None)])
+def adamw(**options):
+    return partial(torch.optim.AdamW, lr=1e-3, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        (momentum, torch.optim.SGD, ["SGD .*: momentum was 0.9 and is 0"]),
+        (torch.optim.SGD, momentum, ["SGD .*: momentum was 0.* and is 0.9"]),
+        (adamw(), adamw(betas=(0.8, 0.9), amsgrad=True), ["amsgrad was False and is True", r"betas was .*0\.999"]),
+        (adamw(weight_decay=0.1), adamw(weight_decay=0.2), ["weight_decay was 0.1 and is 0.2"]),
+        (adamw(), adamw(foreach=False), []),
+        (None, None, []),
+    ],
+)
+def test_other_options_of_an_optimizer_are_said_and_those_of_the_checkpoint_hold(tmp_path, before, now, lines):
+    first = fit(tmp_path, tuner(optimizer=before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        second = fit(tmp_path, tuner(optimizer=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+    said = sorted(str(warning.message) for warning in found if "another option" in str(warning.message))
+    assert len(said) == len(lines)
+    for line, text in zip(lines, said):
+        assert re.search(line, text)
+        assert text.endswith("(the checkpoint's is used).")
+    (before_group,), (now_group,) = ([*run.optimizers[0].param_groups] for run in (first, second))
+    for name in ("momentum", "betas", "amsgrad", "weight_decay"):
+        assert before_group.get(name) == now_group.get(name)
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, adamw(weight_decay=0.0)), (adamw(weight_decay=0.0), None)])
 def test_state_of_the_same_rule_is_resumed(before, now, tmp_path):
     fit(tmp_path, tuner(optimizer=before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
     trainer = fit(tmp_path, tuner(optimizer=now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
@@ -323,6 +357,24 @@ def test_first_interrupt_saves_at_the_next_step_and_says_what_a_second_does(tmp_
     assert capfd.readouterr().err.count("A second Ctrl-C") == 1
     assert f"ckpt_path={tmp_path / 'stopped-step=1.ckpt'}" in caplog.text
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.usefixtures("own_interrupts")
+@pytest.mark.parametrize(("bars", "beginning"), [([], "SIGINT: "), ([FastFTProgressBar()], "\nSIGINT: ")])
+def test_the_message_of_a_stopped_run_does_not_end_the_line_of_a_bar(tmp_path, caplog, bars, beginning):
+    caplog.set_level("INFO")
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_model_summary": False, "max_steps": 2}
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        strategy="fastft",
+        callbacks=[interrupts(0.0), *bars],
+        enable_progress_bar=bool(bars),
+        **options,
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(PlainModule(tiny_llama()), packed_loader(4))
+    (message,) = (line for line in caplog.messages if "the run was saved" in line)
+    assert message.startswith(beginning)
 
 
 @pytest.mark.usefixtures("own_interrupts")

@@ -67,6 +67,16 @@ def test_a_gpu_that_is_too_small_is_refused_with_what_to_do(gpu):
         bench.choose_workload()
 
 
+@pytest.mark.parametrize("options", [[], ["--out", "runs/here"]])
+def test_results_that_cannot_be_written_are_refused_at_once(options, gpu, commands, folder, capsys):
+    gpu(0)
+    (folder / "runs").write_text("a file")
+    assert main(["bench", *options]) == 1
+    assert "cannot write to runs/" in (text := capsys.readouterr().err)
+    assert "--out FOLDER" in text
+    assert not commands
+
+
 def test_bench_says_what_it_runs_and_why(gpu, commands, folder, capsys):
     gpu(139.8)
     assert main(["bench", "--out", "results", "--arms", "ours", "plain"]) == 3

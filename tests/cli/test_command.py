@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import os
@@ -12,10 +13,12 @@ import pytest
 import transformers
 import yaml
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
 
 import lightning_fastft
 import lightning_fastft.cli.command as command_module
 from lightning_fastft import FineTuner, PackedDataModule
+from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.cli import doctor, main
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import FastFTCLI
@@ -363,10 +366,10 @@ def test_control_characters_in_the_name_of_a_model_do_not_reach_the_terminal(mon
 
 def test_an_error_of_another_origin_keeps_its_traceback(monkeypatch):
     def run(command, words):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(command_module, "_run", run)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match="Input/output error"):
         main(["fit"])
 
 
@@ -498,6 +501,29 @@ def test_fit_trains_and_saves_its_config(folder, demo_files):
     assert main(["fit", *tiny_words(demo_files), "--trainer.default_root_dir", "out"]) == 0, (
         "a second run may overwrite the saved config"
     )
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_in_a_run_is_no_traceback_and_keeps_the_checkpoint(
+    folder, demo_files, answer, monkeypatch
+):
+    saved, save = [], CSVLogger.save
+
+    def fill(logger):
+        saved.append(logger)
+        if len(saved) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(logger)
+
+    monkeypatch.setattr(CSVLogger, "save", fill)
+    words = ["--trainer.logger", "CSVLogger", "--trainer.logger.save_dir", "logs", "--trainer.log_every_n_steps", "1"]
+    words += ["--trainer.enable_checkpointing", "true", "--trainer.callbacks+=ModelCheckpoint"]
+    words += ["--trainer.callbacks.dirpath", "kept", "--trainer.callbacks.every_n_train_steps", "1"]
+    status, text = answer(["fit", *tiny_words(demo_files), *words])
+    assert status == 1
+    assert "error: a file could not be written: No space left on device" in text
+    assert "--ckpt_path last" in text
+    assert [check_file(file) for file in (folder / "kept").glob("*.ckpt")] == [True]
 
 
 @pytest.mark.slow

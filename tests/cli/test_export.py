@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from lightning_fastft.checkpoint.folders import save_folder
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.export import WITHOUT_GGUF
-from lightning_fastft.cli.trained import opening
+from lightning_fastft.cli.trained import opening, writing
 from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError
 from lightning_fastft.hf import export
 from lightning_fastft.strategies.registry import register_strategies
@@ -261,6 +261,15 @@ def test_what_cannot_be_exported_is_refused_by_name(words, reason, trained, fold
     assert sorted(folder.iterdir()) == before
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(folder, answer, monkeypatch):
+    (folder / "lora.ckpt").touch()
+    (folder / "notes.txt").write_text("a file")
+    monkeypatch.setattr(writing, "open_trained", lambda request: pytest.fail("the model is loaded"))
+    status, text = answer(["export", "lora.ckpt", "notes.txt/out"])
+    assert status == 1
+    assert f"notes.txt/out cannot be written: {folder / 'notes.txt'} is a file" in text
+
+
 def test_a_source_that_is_not_there_is_said_to_be_missing(folder, answer):
     status, text = answer(["export", "runs/none.ckpt", "out"])
     assert status == 1
@@ -331,7 +340,7 @@ def test_full_disk_is_no_traceback_and_leaves_nothing(kind, tmp_path, monkeypatc
     model = small_adapted()
     monkeypatch.setattr(model if kind == "adapters" else model.get_base_model(), "save_pretrained", fill)
     write = export.export_adapters if kind == "adapters" else export.export_merged
-    with pytest.raises(CheckpointNotSavedError, match="No space left"):
+    with pytest.raises(CheckpointNotSavedError, match=r"out was not written: .*No space left.* Nothing is left"):
         write(model, tmp_path / "out", tokenizer=None)
     assert list(tmp_path.iterdir()) == []
 

@@ -14,6 +14,7 @@ from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.recipe.lengths import Lengths
 from lightning_fastft.cli.recipe.plans import choose_pack_tokens, count_steps
 from lightning_fastft.cli.recipe.text import describe_lengths
+from lightning_fastft.training.datamodule import PackedDataModule
 from tests.support.sizes import sizes
 
 SHAPES = sizes(model_type="llama", vocab=32_000, width=1024, inner=4096, layers=4, heads=8, key_heads=2, positions=4096)
@@ -57,6 +58,14 @@ def test_config_for_a_named_gpu_from_shapes_alone(rows, capsys):
     cli = FastFTCLI(["--config", "config.yaml"], run=False)
     assert cli.model.lora.r == 16
     assert cli.datamodule.max_tokens == 512
+
+
+def test_number_of_held_out_examples_is_that_of_the_run(rows, demo_files, capsys):
+    assert main([*WORDS, "--gpu", "4090"]) == 0
+    data = PackedDataModule(**read()["data"]["init_args"], tokenizer=str(demo_files.model), num_proc=1)
+    data.prepare_data()
+    data.setup("fit")
+    assert f"# Held out for validation: {len(data.subset('val'))} examples.\n" in (rows / "config.yaml").read_text()
 
 
 def test_methods_are_written_as_asked(rows, capsys):
@@ -130,6 +139,7 @@ def test_a_file_is_replaced_only_if_asked_for(rows, answer):
     ("words", "part"),
     [
         (["--model", "nobody/nothing"], "config.json is enough"),
+        (["--model", "nothing/"], "there is nothing at nothing/"),
         (["--data", "pairs.jsonl"], "--config dpo_qwen3_8b --model.model " + WORDS[WORDS.index("--model") + 1]),
         (["--data", "labelled.jsonl"], "--data.paths labelled.jsonl --model.loss kto"),
         (["--gpu", "3090"], "RTX 4090"),

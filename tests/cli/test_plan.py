@@ -130,6 +130,16 @@ def test_the_state_of_the_optimizer_is_planned(plan):
     assert paged == pytest.approx(plain, abs=0.11)
 
 
+def test_paged_moments_on_the_host_are_said_to_be_the_most(plan):
+    pytest.importorskip("bitsandbytes")
+    words = ["--gpu", "H100", "--model.lora", "null", "--model.quantization", "null", "--model.dtype", "bfloat16"]
+    words += ["--allow-import", "bitsandbytes", "--model.optimizer"]
+    assert "from host memory and back, at most: the driver" in plan(*words, "bitsandbytes.optim.PagedAdamW")
+    offloaded = plan(*words, "lightning_fastft.optim.FusedAdamW", "--model.optimizer.offload", "1")
+    assert "from host memory and back" in offloaded
+    assert "at most" not in offloaded
+
+
 def test_an_optimizer_that_is_counted_otherwise_is_said_to_be(plan):
     pytest.importorskip("bitsandbytes")
     words = ["--gpu", "H100", "--allow-import", "bitsandbytes", "--model.optimizer"]

@@ -667,6 +667,12 @@ def refused(rank, folder):
         ),
         "eager": lambda: fit(PlainModule(tiny_llama()), strategy=FastFTFSDPStrategy(), rank=rank, folder=folder),
         "outside": lambda: fit(Lazy(has_extra_head=True), strategy=FastFTFSDPStrategy(), rank=rank, folder=folder),
+        "adafactor": lambda: fit(
+            make_tuner("full", optimizer=torch.optim.Adafactor), strategy=FastFTFSDPStrategy(), rank=rank, folder=folder
+        ),
+        "rprop": lambda: fit(
+            make_tuner("full", optimizer=torch.optim.Rprop), strategy=FastFTFSDPStrategy(), rank=rank, folder=folder
+        ),
     }
     found = {}
     for name, run in cases.items():

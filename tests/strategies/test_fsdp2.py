@@ -262,6 +262,8 @@ def test_validation_before_within_and_after_training_changes_nothing(two_ranks, 
         ("precision by name", "precision='64-true' is not supported by FastFTFSDPStrategy"),
         ("eager", "def configure_model"),
         ("outside", "fully_shard(self.extra"),
+        ("adafactor", "The step of Adafactor needs whole weights"),
+        ("rprop", "The step of Rprop needs whole weights"),
     ],
 )
 def test_what_cannot_be_served_is_refused(two_ranks, case, message):

@@ -16,9 +16,12 @@ from lightning_fastft.cli.recipe.lengths import Lengths
 from lightning_fastft.cli.recipe.plans import LORA_RANK, Method, Planned, Steps
 from lightning_fastft.estimate.machines import Gpu
 from lightning_fastft.planner.picture import describe_plan
+from lightning_fastft.training.data.subsets import choose_held_out
 
 _GIB = 2**30
 _WIDTH = 118
+# PackedDataModule's default, which no config of fastft init changes.
+_DATA_SEED = 0
 METHOD_WORDS: Mapping[Method, str] = {
     "qlora": "QLoRA: the frozen base in 4 bits (NF4), trained adapters",
     "lora": "LoRA: the frozen base in bf16, trained adapters",
@@ -117,10 +120,11 @@ def render_config(recipe: Recipe) -> str:
     lines += [f"    paths: {_scalar(recipe.data)}"]
     if recipe.reading:
         lines += [f"    {line}" for line in yaml.safe_dump(dict(recipe.reading), sort_keys=False).splitlines()]
-    num_held_out = round(steps.val_share * len(recipe.lengths.length_N))
-    if num_held_out:
+    if steps.val_share:
+        is_held_out_N = choose_held_out(len(recipe.lengths.length_N), share=steps.val_share, seed=_DATA_SEED)
+        num_held_out = int(is_held_out_N.sum())
         lines += [
-            f"    # Held out for validation: about {num_held_out:,} examples.",
+            f"    # Held out for validation: {num_held_out:,} example{'' if num_held_out == 1 else 's'}.",
             f"    val_share: {steps.val_share}",
         ]
     lines += [

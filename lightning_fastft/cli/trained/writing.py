@@ -8,6 +8,7 @@ from typing import Literal
 from lightning_fastft.cli.trained.card import facts_of, render_card
 from lightning_fastft.cli.trained.opening import Opened, Request, open_trained
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.files import find_write_obstacle
 from lightning_fastft.hf.export import Exported, check_free, export_adapters, export_merged
 
 Kind = Literal["adapters", "merged weights", "all weights"]
@@ -28,12 +29,14 @@ def write_trained(
         max_lora_rank: ``--max-lora-rank`` of vLLM; None unless asked for, and for whole weights.
 
     Raises:
-        OptionError: out exists, or the adapters belong to random weights or were trained beside frozen ones, and are
-            not merged.
+        OptionError: out exists or cannot be written to, or the adapters belong to random weights or were trained beside
+            frozen ones, and are not merged.
         UnsupportedModelError: vLLM would not read all of the adapters.
         CheckpointNotSavedError: The folder cannot be written or reads back differently; it is removed.
     """
     check_free(out)
+    if obstacle := find_write_obstacle(out):
+        raise OptionError(f"{out} cannot be written: {obstacle}. Name another folder.")
     opened = open_trained(request._replace(is_exported=True))
     module = opened.module
     is_merged = request.is_merged and module.has_adapters

@@ -314,10 +314,10 @@ def _describe(model: object) -> str:
 
 
 def _refuse_missing_path(name: str) -> None:
-    """Refuse a path to nothing, which the hub would be asked for; a hub id has one slash at most.
+    """Refuse a path to nothing, which the hub would be asked for; a hub id has one slash at most, inside.
 
     Raises:
         OptionError: There is no such folder or file.
     """
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).exists():
+    if (name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1) and not Path(name).exists():
         raise OptionError(f"There is no folder or file {name!r} (searched from {Path.cwd()}). Correct model.")

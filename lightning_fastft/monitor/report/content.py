@@ -25,6 +25,7 @@ from lightning_fastft.monitor.report.findings import (
     describe_profile,
     describe_rows,
     describe_waits,
+    find_limit,
     find_max_tokens,
 )
 from lightning_fastft.monitor.report.losses import NUM_ENDS
@@ -72,7 +73,7 @@ def collect(
         "checkpoints": describe_checkpoints(trainer),
         "statuses": [status._asdict() for status in _statuses(trainer)],
         "plans": [describe_plan(cost, plan) for cost, plan in run.plans],
-        "packing": run.packs.to_dict(max_tokens=find_max_tokens(trainer)),
+        "packing": run.packs.to_dict(max_tokens=find_max_tokens(trainer), limit=find_limit(trainer)),
         "data": describe_rows(trainer),
         "curves": _curves(run, trainer),
         "samples": next(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _NUM_SLICES = 200
 _NUM_LONGEST = 10
 _MOST_NAME = 200
+# With more documents in a pack, little of it stays empty.
+_MOST_PER_PACK = 9
 _GIB = 2**30
 _LANES = {"compute": "compute", "d2h": "copies to the host", "h2d": "copies to the device"}
 
@@ -112,6 +114,24 @@ def find_max_tokens(trainer: Trainer) -> int | None:
 
     datamodule = getattr(trainer, "datamodule", None)
     return datamodule.max_tokens if isinstance(datamodule, PackedDataModule) else None
+
+
+def find_limit(trainer: Trainer) -> str:
+    """Return why an epoch cannot have fewer packs: "tokens" if fewer could not hold its tokens, "documents" if no more
+    documents of these lengths fit into one; "" if it could, or if that is not known.
+    """
+    from lightning_fastft.training.datamodule import PackedDataModule
+
+    datamodule = getattr(trainer, "datamodule", None)
+    subset = datamodule.subset("train") if isinstance(datamodule, PackedDataModule) else None
+    if datamodule is None or subset is None or datamodule.is_streamed:
+        return ""
+    length_N, num_packs = subset.length_N, len(datamodule.plan.packs)
+    if num_packs <= -(-int(length_N.sum()) // datamodule.max_tokens):
+        return "tokens"
+    # At most k documents fit into a pack if each is longer than 1 / (k + 1) of it.
+    least = max(-(-int((length_N * (k + 1) > datamodule.max_tokens).sum()) // k) for k in range(1, _MOST_PER_PACK + 1))
+    return "documents" if num_packs <= least else ""
 
 
 def describe_rows(trainer: Trainer) -> list[str]:

@@ -131,7 +131,8 @@ ms of it waiting for copies,
 <td class="bar"><div class="fill" style="width:{{ (100 * range.count / most) | round(1) }}%"></div></td>
 <td class="number">{{ range.count | number(",d") }}</td></tr>{% endfor %}
 </table></div><p class="soft">Mean {{ packing.mean_document_tokens | number(",.0f") }}, longest
-{{ packing.longest_document_tokens | number(",d") }}. Of the packs of rank 0, repeats of later epochs included.</p>
+{{ packing.longest_document_tokens | number(",d") }}. Of the packs of {% if packing.num_ranks > 1 %}all
+ranks{% else %}rank 0{% endif %}, repeats of later epochs included.</p>
 {% endif %}
 {% for line in data %}<p class="soft">{{ line }}</p>{% endfor %}</section>{% endif %}
 

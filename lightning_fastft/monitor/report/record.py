@@ -19,6 +19,7 @@ from lightning_fastft.monitor.report.sums import Curve, PackSums
 from lightning_fastft.monitor.report.timing import Batch, BatchTimes
 from lightning_fastft.monitor.token_throughput import GIB
 from lightning_fastft.strategies.packed_steps import find_packed_batches
+from lightning_fastft.training.data.trainer_facts import find_ranks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -117,10 +118,10 @@ class RunRecord:
         self.learning_rates.setdefault(name, Curve()).add(step, value)
 
     def gather_ranks(self, trainer: Trainer) -> None:
-        """Gather memory, speed and losses of all ranks; every rank must call this.
+        """Gather memory, speed, losses and packs of all ranks; every rank must call this.
 
         Cost:
-            One small gather and one host sync.
+            Two small gathers and host syncs.
         """
         # The array has the same size on every rank, whatever the number of recorded steps.
         own_V = np.concatenate(
@@ -130,19 +131,25 @@ class RunRecord:
                     peak_reserved_bytes(self.device) / GIB,
                     self.times.rate() or 0.0,
                 ],
+                packs_V := self.packs.to_array(),
                 self.losses.to_array(),
             ]
         )
-        all_RV = own_V[None]
+        all_RV, num_figures = own_V[None], 3 + len(packs_V)
         if trainer.world_size > 1:
-            all_RV = (
-                trainer.strategy.all_gather(torch.from_numpy(own_V).to(self.device))
-                .reshape(-1, len(own_V))
-                .cpu()
-                .numpy()
-            )
-            self.why_alone = "" if self.losses.take_mean(all_RV[:, 3:]) else "the ranks recorded different steps"
+            all_RV = self._gather(trainer, own_V)
+            is_whole = self.losses.take_mean(all_RV[:, num_figures:])
+            self.why_alone = "" if is_whole else "the ranks recorded different steps"
+            packs_RV = all_RV[:, 3:num_figures]
+            count_RL = self._gather(trainer, self.packs.count_lengths(int(packs_RV[:, -1].max())))
+            # The ranks of context parallelism train parts of the same packs.
+            self.packs.take_sums(packs_RV, count_RL, num_alike=trainer.world_size // find_ranks(trainer)[0])
         self.ranks = [
             {"rank": rank, "peak_memory_gib": peak, "reserved_memory_gib": reserved, "tokens_per_s": rate or None}
             for rank, (peak, reserved, rate) in enumerate(all_RV[:, :3].tolist())
         ]
+
+    def _gather(self, trainer: Trainer, own_V: np.ndarray) -> np.ndarray:
+        """Return the arrays of all ranks, which have the same size, in rows."""
+        all_RV = trainer.strategy.all_gather(torch.from_numpy(own_V).to(self.device))
+        return all_RV.reshape(-1, len(own_V)).cpu().numpy()

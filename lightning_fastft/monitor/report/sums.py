@@ -15,6 +15,8 @@ _BIN_FACTOR = 1.01
 # Most bins of document lengths; if the longest is more than this many times the shortest, bins grow geometrically.
 _MOST_LENGTHS = 12
 _MOST_SPAN = 8
+# Values of PackSums that add up over ranks.
+_SUMMED = ("num_packs", "num_tokens", "num_real_tokens", "num_labelled", "num_documents")
 
 
 class Curve:
@@ -118,6 +120,8 @@ class PackSums:
         ) = 0
         # Number of documents of each length.
         self._count = np.zeros(64, dtype=np.int64)
+        # Ranks whose packs are counted here.
+        self.num_ranks = 1
 
     def add(self, context: Any) -> tuple[int, int]:
         """Count a pack and return how many documents it has and how long the longest is; padding is none. Reads
@@ -138,10 +142,30 @@ class PackSums:
         np.add.at(self._count, length_S, 1)
         return len(length_S), longest
 
-    def to_dict(self, *, max_tokens: int | None) -> dict[str, Any] | None:
+    def to_array(self) -> np.ndarray:
+        """Return all values but the numbers by length, for the gather; the longest document is the last one."""
+        return np.array([*(getattr(self, name) for name in _SUMMED), self.longest], dtype=np.float64)
+
+    def count_lengths(self, longest: int) -> np.ndarray:
+        """Return the number of documents of each length from 0 to longest, for the gather."""
+        count_L = np.zeros(longest + 1)
+        held = min(len(count_L), len(self._count))
+        count_L[:held] = self._count[:held]
+        return count_L
+
+    def take_sums(self, array_RV: np.ndarray, count_RL: np.ndarray, *, num_alike: int) -> None:
+        """Replace the values of this rank by those of all ranks, of which num_alike at a time count the same packs."""
+        sum_V = array_RV.sum(axis=0) // num_alike
+        for name, value in zip(_SUMMED, sum_V.tolist()):
+            setattr(self, name, int(value))
+        self.longest = int(array_RV[:, -1].max())
+        self._count = (count_RL.sum(axis=0) // num_alike).astype(np.int64)
+        self.num_ranks = len(array_RV)
+
+    def to_dict(self, *, max_tokens: int | None, limit: str = "") -> dict[str, Any] | None:
         """Return plain values for JSON; None where there was no pack.
 
-        Without max_tokens, the most tokens of a pack, fill is None too.
+        Without max_tokens, the most tokens of a pack, fill is None too. limit: why there are no fewer packs.
         """
         if not self.num_packs:
             return None
@@ -152,6 +176,8 @@ class PackSums:
             "num_labelled": self.num_labelled,
             "num_documents": self.num_documents,
             "max_tokens": max_tokens,
+            "limit": limit,
+            "num_ranks": self.num_ranks,
             "fill": None if max_tokens is None else self.num_real_tokens / (self.num_packs * max_tokens),
             "padding": 1 - self.num_real_tokens / self.num_tokens,
             "mean_document_tokens": self.num_real_tokens / max(1, self.num_documents),

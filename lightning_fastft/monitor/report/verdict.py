@@ -118,14 +118,20 @@ def _describe_means(head: Mapping[str, Any], *, first_step: bool = True) -> str:
 
 
 def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
-    """Say how much room of the packs is empty where that is much; where nobody knows how much they hold, how much
-    of them is padding.
+    """Say how much room of the packs is empty where that is much and can be changed; where nobody knows how much they
+    hold, how much of them is padding.
     """
     if packing is None:
         return []
     fill, padding = packing["fill"], packing["padding"]
     if fill is not None:
-        return [f"Packs are only {100 * fill:.0f} % full."] if fill < 1 - _EMPTY_SHARE else []
+        if fill >= 1 - _EMPTY_SHARE or packing["limit"] == "tokens":
+            return []
+        cause = (
+            f": no more of the documents fit into one of {packing['max_tokens']:,} tokens. Another max_tokens may be "
+            "filled better."
+        )
+        return [f"Packs are only {100 * fill:.0f} % full{cause if packing['limit'] == 'documents' else '.'}"]
     return [f"{100 * padding:.0f} % of the tokens in the packs are padding."] if padding > _EMPTY_SHARE else []
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.core.extras import version_of
 from lightning_fastft.training.datamodule import PackedDataModule
@@ -22,6 +26,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         Copies the logged values to the host, as ModelCheckpoint does.
     """
     return {
+        "tuner": type(trainer.lightning_module).__name__,
         "data": _describe_data(getattr(trainer, "datamodule", None)),
         "epochs": int(trainer.current_epoch) + 1,
         "optimizer_steps": int(trainer.global_step),
@@ -29,6 +34,21 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         "figures": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "versions": find_versions(),
     }
+
+
+def warn_of_other_tuner(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Warn if a checkpoint is validated, tested or resumed by another class than the one that it was trained with.
+
+    Args:
+        trainer: That of the run that loads the checkpoint.
+        saved: What ``describe_run`` returned in the run of the checkpoint; empty if that is not known.
+    """
+    trained, present = saved.get("tuner"), type(trainer.lightning_module).__name__
+    if trained not in (None, present) and trainer.state.fn != TrainerFn.PREDICTING:
+        rank_zero_warn(
+            f"The checkpoint was trained with {trained} and is loaded into {present}, whose loss and metrics are those "
+            f"of another method. For those of its training give that class and its data: --model {trained}"
+        )
 
 
 def find_versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.model.base_identity import check_adapter_names, check_base, describe_base
 from lightning_fastft.training.model.causal_lm import CausalLMModule
 from lightning_fastft.training.model.export import save_model
-from lightning_fastft.training.model.run_record import RUN_KEY, describe_run
+from lightning_fastft.training.model.run_record import RUN_KEY, describe_run, warn_of_other_tuner
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,11 +115,13 @@ class SavedCausalLM(CausalLMModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse adapters that were trained on another base; a checkpoint without a digest of it is accepted.
 
-        A resumed run keeps the seed of the checkpoint, for noise on embeddings.
+        Warn of a checkpoint of another class. A resumed run keeps the seed of the checkpoint, for noise on embeddings.
 
         Raises:
             ResumeError: The base of this run has other weights, or was initialised with another seed.
         """
+        if self._trainer is not None:
+            warn_of_other_tuner(self.trainer, checkpoint.get(RUN_KEY, {}))
         if self.has_adapters:
             check_base(
                 checkpoint.get("fastft_base", {}),

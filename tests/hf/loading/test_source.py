@@ -48,6 +48,12 @@ def test_impossible_sources_are_refused():
         _ = ModelSource({"vocab_size": 3}, init="random").config
 
 
+@pytest.mark.parametrize("name", ["./nothing", "nothing/", "runs/nothing/", "a/b/c"])
+def test_paths_to_nothing_are_not_asked_of_the_hub(name):
+    with pytest.raises(OptionError, match="There is no folder or file"):
+        _ = ModelSource(name).config
+
+
 def test_configuration_given_is_not_changed():
     config = AutoConfig.for_model(**CONFIG)
     before = config.to_dict()

@@ -46,3 +46,18 @@ def test_lengths_of_documents_are_seen_in_bins_over_those_that_occur(low, high):
     assert [bar["count"] for bar in bars] == [
         int(((lengths >= bar["low"]) & (lengths <= bar["high"])).sum()) for bar in bars
     ]
+
+
+@pytest.mark.parametrize(("num_alike", "factor"), [(1, 2), (2, 1)], ids=["other packs", "parts of one pack"])
+def test_packs_of_ranks_add_up_unless_they_are_the_same(num_alike, factor):
+    alone, sums = PackSums(), PackSums()
+    for found in (alone, sums):
+        found.add(collate([Document(np.arange(1, length + 1), np.arange(1, length + 1)) for length in (3, 2)]).context)
+    sums.take_sums(np.stack([sums.to_array()] * 2), np.stack([sums.count_lengths(3)] * 2), num_alike=num_alike)
+    before, after = alone.to_dict(max_tokens=8), sums.to_dict(max_tokens=8)
+    assert after["num_ranks"] == 2
+    assert (after["num_packs"], after["num_documents"]) == (factor, 2 * factor)
+    assert [bar["count"] for bar in after["lengths"]] == [factor, factor]
+    assert {name: after[name] for name in ("fill", "padding", "longest_document_tokens", "mean_document_tokens")} == {
+        name: before[name] for name in ("fill", "padding", "longest_document_tokens", "mean_document_tokens")
+    }
