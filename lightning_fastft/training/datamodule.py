@@ -173,6 +173,12 @@ class PackedDataModule(SplitDataModule):
         return self._training if isinstance(self._training, TrainingStream) else None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the training rows (of a stream: the first ones) are plain text, although there is a chat template."""
+        report = self.report("train")
+        return self.stream.is_plain if self.stream is not None else report is not None and report.is_plain
+
+    @property
     def position(self) -> int:
         """Micro-batches of the plan that are behind this run: the one integer that a checkpoint keeps."""
         if self.trainer is None or self._anchor is None:

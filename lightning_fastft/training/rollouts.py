@@ -215,6 +215,11 @@ class RolloutDataModule(RecordedDataModule):
             **self._settings(),
         }
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all prompts are plain text, to which the chat template is not applied."""
+        return all(isinstance(row[PROMPT], str) for row in self._rows)
+
     def train_dataloader(self) -> PackedLoader:
         """Return the micro-batches of this rank, round after round, each sampled when it is requested."""
         return PackedLoader(self._open_rounds, num_batches=ENDLESS, find_run=lambda: self.trainer)
