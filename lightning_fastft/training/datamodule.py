@@ -273,6 +273,8 @@ class PackedDataModule(SplitDataModule):
         options: dict[str, Any] = {"val_share": self.val_share, "max_tokens": self.max_tokens, "seed": self.seed}
         if subset.documents.completions is not None:
             options |= {"share_prompts": subset.shares_prompts, "adds_mismatched": subset.adds_mismatched}
+            # Runs of earlier versions took mismatched completions from the next example, whatever its prompt.
+            options |= {"mismatched_of": "other prompts"} if subset.adds_mismatched else {}
         if self._weights is not None:
             options["weights"] = list(self._weights.values())
         with phase("planning packs"):
