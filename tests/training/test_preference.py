@@ -182,6 +182,23 @@ def test_a_second_model_is_the_reference_and_is_not_saved():
     assert all(not parameter.requires_grad for parameter in other.parameters())
 
 
+def test_a_reference_of_other_tokens_is_refused(tmp_path):
+    own, same, other = tokenizer_of_words(), tokenizer_of_words(), tokenizer_of_words(first=1)
+    same.add_tokens(["new"])
+    for name, tokenizer in (("same", same), ("other", other)):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    for tokenizer, name in ((own, "same"), (same, "same"), (own, "other")):
+        tuner = PreferenceTuner(
+            CONFIG, init="random", dtype="float32", tokenizer=tokenizer, reference=str(tmp_path / name)
+        )
+        if name == "same":
+            tuner.configure_model()
+            continue
+        with pytest.raises(OptionError, match="Token 1 of the model is 'w1'"):
+            tuner.configure_model()
+
+
 def test_disabled_adapters_leave_flags_and_gradients_as_they_were():
     tuner = make_tuner(PreferenceTuner)
     trained = {name for name, parameter in tuner.named_parameters() if parameter.requires_grad}
@@ -243,8 +260,11 @@ def test_log_probabilities_are_predicted():
     assert_close(found, torch.stack([row.sum() for row, _ in rows_alone(tuner.model, documents)]).detach())
 
 
-def tokenizer_of_words():
-    core = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
+def tokenizer_of_words(*, first=0):
+    """A tokenizer with the words in their order; or with those from the first one on first."""
+    words = [f"w{index}" for index in range(VOCABULARY)]
+    words = words[:1] + words[1 + first :] + words[1 : 1 + first]
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1")
 
