@@ -18,6 +18,7 @@ from lightning_fastft.core.phases import begin_phase, log_phase
 from lightning_fastft.training.data.describe import count, describe_epoch
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.reward import RewardTuner
+from lightning_fastft.training.rollouts import RolloutDataModule
 from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
@@ -172,8 +173,7 @@ class RunLength(Callback):
 def _is_plain(trainer: Trainer) -> bool:
     """Return whether the run trained on plain text, without the chat template."""
     data = getattr(trainer, "datamodule", None)
-    report = data.report("train") if isinstance(data, PackedDataModule) else None
-    return report is not None and report.is_plain
+    return isinstance(data, (PackedDataModule, RolloutDataModule)) and data.is_plain
 
 
 def _shorten(path: str) -> str:

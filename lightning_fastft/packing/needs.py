@@ -16,8 +16,8 @@ class DataNeeds(NamedTuple):
             rows.
         loss_unit: What the loss is a mean over: labelled tokens, completions, or examples (a prompt with its
             completions). Packs are weighed by it, so that the mean of an accumulation window is exact.
-        adds_mismatched: Whether each completion is followed by that of the next example, without labels of its own
-            loss: KTO's estimate of the divergence.
+        adds_mismatched: Whether each completion is followed by that of an example with another prompt, without labels
+            of its own loss: KTO's estimate of the divergence.
         score_use: What the loss does with the scores of an example: it reads each, compares those of its completions,
             or ignores them (margins of pairs).
     """

@@ -1,4 +1,7 @@
-"""Stream planned micro-batches in order from any position, read and collated by a background thread."""
+"""Stream planned micro-batches in order from any position, read and collated by a background thread.
+
+Axes: N documents of a data set, U runs of documents with one prompt.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ class DocumentSubset:
         index_N: Numbers of the chosen documents, ascending, int64; None for all.
         shares_prompts: Whether completions of a document share its prompt in a pack; no effect on documents without
             completions.
-        adds_mismatched: Whether each document gets the first completion of the next one as its last, with a score of 0
-            (``DataNeeds``).
+        adds_mismatched: Whether each document gets the first completion of one with another prompt as its last, with a
+            score of 0 (``DataNeeds``).
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class DocumentSubset:
         self.index_N = index_N
         self.shares_prompts = shares_prompts
         self.adds_mismatched = adds_mismatched
-        length_N = _count_computed(documents, shares_prompts=shares_prompts, adds_mismatched=adds_mismatched)
+        self._other_N = _find_mismatched(documents) if adds_mismatched else None
+        length_N = _count_computed(documents, shares_prompts=shares_prompts, other_N=self._other_N)
         # Tokens that a pack computes for each document.
         self.length_N = np.asarray(length_N if index_N is None else length_N[index_N], dtype=np.int64)
         self.num_labelled_N = np.asarray(
@@ -68,9 +72,9 @@ class DocumentSubset:
 
     def __getitem__(self, number: int) -> Document:
         place = self.number_of(number)
-        if not self.adds_mismatched:
+        if self._other_N is None:
             return self.documents[place]
-        return _add_mismatched(self.documents[place], self.documents[(place + 1) % len(self.documents.length_N)])
+        return _add_mismatched(self.documents[place], self.documents[int(self._other_N[place])])
 
     def is_like(self, other: DocumentSubset) -> bool:
         """Return whether both select documents of one data set in the same way."""
@@ -85,15 +89,37 @@ class DocumentSubset:
         return int(number if self.index_N is None else self.index_N[number])
 
 
-def _count_computed(documents: TokenizedDataset, *, shares_prompts: bool, adds_mismatched: bool) -> np.ndarray:
+def _find_mismatched(documents: TokenizedDataset) -> np.ndarray:
+    """Return for each document the one whose completion does not answer its prompt, int64, shape (N,).
+
+    It is the next one. Neighbours often have the same prompt (rows made of pairs): each of a run of such documents gets
+    the one at its place in the next run.
+    """
+    is_same_N = documents.has_prompt_of_next()
+    number_N = np.arange(len(is_same_N))
+    if is_same_N.all():
+        return np.roll(number_N, -1)
+    is_first_N = ~np.roll(is_same_N, 1)
+    # From the first document of a run on, because the last run may go on at the beginning.
+    order_N = np.roll(number_N, -int(np.argmax(is_first_N)))
+    begin_U = np.flatnonzero(is_first_N[order_N])
+    length_U = np.diff(np.append(begin_U, len(order_N)))
+    run_N = np.cumsum(is_first_N[order_N]) - 1
+    next_N = (run_N + 1) % len(begin_U)
+    other_N = np.empty_like(order_N)
+    other_N[order_N] = order_N[begin_U[next_N] + (number_N - begin_U[run_N]) % length_U[next_N]]
+    return other_N
+
+
+def _count_computed(documents: TokenizedDataset, *, shares_prompts: bool, other_N: np.ndarray | None) -> np.ndarray:
     """Return the tokens that each document takes in a pack (``document.split_document``), int64."""
     store = documents.completions
     if store is None:
         return documents.length_N
     num_prompt_N, num_completions_N = store.num_prompt_tokens_N, store.num_completions_N
     num_tokens_N = store.num_completion_tokens_N
-    if adds_mismatched:
-        num_completions_N, num_tokens_N = num_completions_N + 1, num_tokens_N + np.roll(num_tokens_N, -1)
+    if other_N is not None:
+        num_completions_N, num_tokens_N = num_completions_N + 1, num_tokens_N + num_tokens_N[other_N]
     num_copied_N = num_completions_N * num_prompt_N if not shares_prompts else num_prompt_N - 1 + num_completions_N
     # Steps are in a row behind their prompt.
     return np.where(store.is_stepwise_N, num_prompt_N, num_copied_N) + num_tokens_N

@@ -24,7 +24,8 @@ from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.ingest import check_share_of_rejects
 from lightning_fastft.packing.store.report import IngestReport
 from lightning_fastft.packing.tokens.chunks import Chunk, learn_format, split_rows, take_first_rows
-from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup
+from lightning_fastft.packing.tokens.formatter import PLAIN_TEXT
+from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, tokenize_chunk
 from lightning_fastft.packing.tokens.workers import run_chunks
 
 # Packs of a window on each rank: best fit over the rows of 64 packs fills them as well as over all rows.
@@ -100,6 +101,12 @@ def read_first_chunk(stream: RowStream, *, setup: Setup) -> Chunk:
     if format is not None:
         setup.make_formatter().check_can_serve(format, file=stream.name)
     return Chunk(stream.name, format, expected, first, is_first=True, counts="row")
+
+
+def is_plain(chunk: Chunk, *, setup: Setup) -> bool:
+    """Return whether the valid rows of a chunk are plain text, although there is a chat template."""
+    found = tokenize_chunk(chunk, formatter=setup.make_formatter(), options=setup.options)
+    return 0 < found.num_seen - len(found.rejects) <= found.notes[PLAIN_TEXT]
 
 
 def digest_rows(chunk: Chunk) -> str:

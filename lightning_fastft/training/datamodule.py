@@ -173,6 +173,12 @@ class PackedDataModule(SplitDataModule):
         return self._training if isinstance(self._training, TrainingStream) else None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the training rows (of a stream: the first ones) are plain text, although there is a chat template."""
+        report = self.report("train")
+        return self.stream.is_plain if self.stream is not None else report is not None and report.is_plain
+
+    @property
     def position(self) -> int:
         """Micro-batches of the plan that are behind this run: the one integer that a checkpoint keeps."""
         if self.trainer is None or self._anchor is None:
@@ -267,6 +273,8 @@ class PackedDataModule(SplitDataModule):
         options: dict[str, Any] = {"val_share": self.val_share, "max_tokens": self.max_tokens, "seed": self.seed}
         if subset.documents.completions is not None:
             options |= {"share_prompts": subset.shares_prompts, "adds_mismatched": subset.adds_mismatched}
+            # Runs of earlier versions took mismatched completions from the next example, whatever its prompt.
+            options |= {"mismatched_of": "other prompts"} if subset.adds_mismatched else {}
         if self._weights is not None:
             options["weights"] = list(self._weights.values())
         with phase("planning packs"):

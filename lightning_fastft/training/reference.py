@@ -121,13 +121,16 @@ class ReferenceTuner(Tuner):
         """Build the model, and the reference model where it is a second one.
 
         Raises:
-            OptionError: The reference is the model without its adapters, and other weights are trained too.
+            OptionError: The reference is the model without its adapters, and other weights are trained too; or it is a
+                second model with other tokens.
         """
         from lightning_fastft.hf.lora import OWNED_BY_ADAPTER, trained_adapters
 
         super().configure_model()
         if self.needs_reference and self.reference not in (ADAPTERS_OFF, STORED) and self.frozen_model is None:
             assert self.reference is not None
+            if isinstance(self.reference, str):
+                self._check_tokens(self.reference)
             self._open_frozen(self.reference)
         if self.reference == ADAPTERS_OFF:
             trained = trained_adapters(self.model)
@@ -142,6 +145,26 @@ class ReferenceTuner(Tuner):
                     f"reference='adapters_off' would change with {list_names(beside)}, which are trained and no part "
                     "of the adapters. Give reference='stored' (not for PolicyTuner) or the name of a model, or freeze "
                     "them (lora: bias 'none')."
+                )
+
+    def _check_tokens(self, reference: str) -> None:
+        """Check that the numbers of the tokens mean the same to a second model; it may lack some.
+
+        Raises:
+            OptionError: A number is that of another token.
+        """
+        from lightning_fastft.hf.loading.source import ModelSource
+
+        own, other = self.tokenizer, ModelSource(reference).load_tokenizer()
+        if own is None or other is None:
+            return
+        token_of = {number: token for token, number in other.get_vocab().items()}
+        for token, number in sorted(own.get_vocab().items(), key=lambda item: item[1]):
+            if token_of.get(number, token) != token:
+                raise OptionError(
+                    f"Token {number} of the model is {token!r}, and that of reference={reference!r} is "
+                    f"{token_of[number]!r}: the reference would read another text. Give a model with the same "
+                    "tokenizer, reference='stored' (not for PolicyTuner), or lora, whose base is the reference."
                 )
 
     def on_fit_start(self) -> None:

@@ -24,10 +24,10 @@ from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.training.data.options import check_source
-from lightning_fastft.training.data.position import from_plain, to_plain
+from lightning_fastft.training.data.position import SIZES, from_plain, to_plain
 from lightning_fastft.training.data.recorded import RecordedDataModule
 from lightning_fastft.training.data.rollouts import PROMPT, encode_given, encode_prompt_ids, make_rollout, read_prompt
-from lightning_fastft.training.data.rounds import choose_prompts, draw_sampled, pack_round
+from lightning_fastft.training.data.rounds import check_rounds, choose_prompts, digest_prompts, draw_sampled, pack_round
 from lightning_fastft.training.data.sampled import check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
 from lightning_fastft.training.data.trainer_facts import check_rollout_run, has_trained
@@ -123,6 +123,8 @@ class RolloutDataModule(RecordedDataModule):
         self._prompt_ids: list[list[int]] = []
         # The rows' own completions behind their prompts; empty if all are sampled.
         self._given: list[Document] = []
+        # Digests of the prompts and of these completions, by name.
+        self._digests: dict[str, str] = {}
         # Rounds that are behind the run, and the micro-batches of the present one.
         self._num_rounds = 0
         self._num_yielded = self._num_in_round = 0
@@ -161,6 +163,7 @@ class RolloutDataModule(RecordedDataModule):
             self._given = encode_given(
                 formatter, self._rows, places, max_tokens=self.max_tokens, sampled_share=self.sampled_share
             )
+        self._digests = digest_prompts(self._prompt_ids, self._given)
         self._shares_prompts = can_share_prompts(self.share_prompts, tuner)
         longest = max(map(len, self._prompt_ids))
         num_behind = self.num_completions * self.max_new_tokens
@@ -209,11 +212,13 @@ class RolloutDataModule(RecordedDataModule):
         return {
             "source": self._source if isinstance(self._source, str) else type(self._source).__name__,
             "prompts": len(self._rows),
-            "num_completions": self.num_completions,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "sampled_share": self.sampled_share,
+            **self._settings(),
         }
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all prompts are plain text, to which the chat template is not applied."""
+        return all(isinstance(row[PROMPT], str) for row in self._rows)
 
     def train_dataloader(self) -> PackedLoader:
         """Return the micro-batches of this rank, round after round, each sampled when it is requested."""
@@ -325,10 +330,19 @@ class RolloutDataModule(RecordedDataModule):
     def _accumulate(self) -> int:
         return 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
 
-    @property
-    def _sizes(self) -> list[int]:
-        """World size and accumulation."""
-        return [1 if self.trainer is None else self.trainer.world_size, self._accumulate]
+    def _describe(self) -> dict[str, Any]:
+        """Return the settings without which the number of a round has no meaning."""
+        return {**self._digests, "prompts_per_round": self.prompts_per_round, "seed": self.seed}
+
+    def _sizes(self) -> dict[str, Any]:
+        """Return the settings without which a place in a round has no meaning."""
+        sizes = (1 if self.trainer is None else self.trainer.world_size, self._accumulate)
+        return {**dict(zip(SIZES, sizes)), "max_tokens": self.max_tokens, "share_prompts": self._shares_prompts}
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of the sampling, which may change between rounds."""
+        names = ("num_completions", "max_new_tokens", "temperature", "sampled_share")
+        return {name: getattr(self, name) for name in names}
 
     def _tuner(self) -> PolicyTuner | DistillationTuner:
         from lightning_fastft.training.distillation import DistillationTuner
@@ -353,28 +367,24 @@ class RolloutDataModule(RecordedDataModule):
             progress = batch_progress(self.trainer).current
             num_trained -= progress.ready - progress.processed
         num_trained -= num_trained % self._accumulate
+        state: dict[str, Any] = {"plan": self._describe(), "settings": self._settings(), "sizes": self._sizes()}
         if self._documents is None or 0 < self._num_in_round == num_trained:
-            return {"round": self._num_rounds + (self._documents is not None), "in_round": 0, "sizes": [], "ranks": []}
+            return {**state, "round": self._num_rounds + (self._documents is not None), "in_round": 0, "ranks": []}
         own = {
             "rollouts": [to_plain(document) for document in self._documents],
             "old_log_probs": [old_R.cpu() for old_R in self._old or ()],
         }
         ranks = on_all_ranks(lambda: own, error=ResumeError)
-        return {"round": self._num_rounds, "in_round": num_trained, "sizes": self._sizes, "ranks": ranks}
+        return {**state, "round": self._num_rounds, "in_round": num_trained, "ranks": ranks}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up the state of a checkpoint.
 
         Raises:
-            ResumeError: It was saved inside a round with another number of ranks or another accumulation.
+            ResumeError: It is of other prompts or rounds; or it was saved inside a round with other ranks or packs.
         """
-        ranks, saved = state_dict["ranks"], list(state_dict["sizes"])
-        if ranks and saved != self._sizes:
-            raise ResumeError(
-                "The checkpoint was saved inside a round of rollouts. World size and accumulate_grad_batches were "
-                f"{saved[0]} and {saved[1]} and are {self._sizes[0]} and {self._sizes[1]}. Resume with the values of "
-                "the checkpoint."
-            )
+        check_rounds(state_dict, plan=self._describe(), sizes=self._sizes(), settings=self._settings())
+        ranks = state_dict["ranks"]
         self._num_rounds, self._num_yielded, self._num_in_round = int(state_dict["round"]), state_dict["in_round"], 0
         self._documents = self._old = None
         if ranks:

@@ -217,3 +217,27 @@ def test_a_reward_model_is_refused_with_the_line_that_writes_it(rows, model, ans
     stock = PeftModel.from_pretrained(base, "exported")
     head = stock.get_parameter("base_model.model.score.modules_to_save.default.weight")
     torch.testing.assert_close(head, dict(cli.model.model.named_parameters())["base_model.model.score.weight"])
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_fit_names_chat_without_the_template_that_rollouts_or_a_stream_did_not_use(
+    rows, model, caplog, is_text, is_sampled
+):
+    question, answer = "How many are 1 and 1?", "2"
+    if not is_text:
+        question, answer = (
+            [{"role": role, "content": text}] for role, text in (("user", question), ("assistant", answer))
+        )
+    row = {"prompt": question} if is_sampled else {"prompt": question, "completion": answer}
+    (rows / "data.jsonl").write_text((json.dumps(row) + "\n") * 40)
+    if is_sampled:
+        words = [*words_for("grpo_qwen3_0.6b", model), "--data.prompts", "data.jsonl"]
+        words += ["--data.max_new_tokens", "2", "--data.num_completions", "2", "--trainer.callbacks", "null"]
+    else:
+        words = ["--model.model", model, *TINY, "--data.paths", "data.jsonl", "--data.streaming", "true"]
+    words += ["--trainer.max_steps", "1", "--trainer.enable_progress_bar", "false"]
+    with caplog.at_level("INFO"):
+        assert main(["fit", *words]) == 0
+    (told,) = [record.message for record in caplog.records if "fastft chat" in record.message]
+    assert told.endswith(" --plain") == is_text

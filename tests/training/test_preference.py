@@ -182,6 +182,23 @@ def test_a_second_model_is_the_reference_and_is_not_saved():
     assert all(not parameter.requires_grad for parameter in other.parameters())
 
 
+def test_a_reference_of_other_tokens_is_refused(tmp_path):
+    own, same, other = tokenizer_of_words(), tokenizer_of_words(), tokenizer_of_words(first=1)
+    same.add_tokens(["new"])
+    for name, tokenizer in (("same", same), ("other", other)):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    for tokenizer, name in ((own, "same"), (same, "same"), (own, "other")):
+        tuner = PreferenceTuner(
+            CONFIG, init="random", dtype="float32", tokenizer=tokenizer, reference=str(tmp_path / name)
+        )
+        if name == "same":
+            tuner.configure_model()
+            continue
+        with pytest.raises(OptionError, match="Token 1 of the model is 'w1'"):
+            tuner.configure_model()
+
+
 def test_disabled_adapters_leave_flags_and_gradients_as_they_were():
     tuner = make_tuner(PreferenceTuner)
     trained = {name for name, parameter in tuner.named_parameters() if parameter.requires_grad}
@@ -243,13 +260,48 @@ def test_log_probabilities_are_predicted():
     assert_close(found, torch.stack([row.sum() for row, _ in rows_alone(tuner.model, documents)]).detach())
 
 
+def tokenizer_of_words(*, first=0):
+    """A tokenizer with the words in their order; or with those from the first one on first."""
+    words = [f"w{index}" for index in range(VOCABULARY)]
+    words = words[:1] + words[1 + first :] + words[1 : 1 + first]
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "others"),
+    [
+        ("abcd", [1, 2, 3, 0]),
+        # Rows that were made of pairs: good and bad completions are compared with good and bad ones of the next prompt.
+        ("aabbcc", [2, 3, 4, 5, 0, 1]),
+        ("aaabcc", [3, 3, 3, 4, 0, 1]),
+        # The last rows have the prompt of the first one.
+        ("abbaa", [1, 3, 4, 1, 2]),
+        # There is no other prompt.
+        ("aaa", [1, 2, 0]),
+    ],
+)
+def test_mismatched_completions_are_of_another_prompt(tmp_path, prompts, others):
+    rows = [
+        {"prompt": f"w{ord(letter) - 70} w2", "completion": f" w{40 + number}" * (1 + number), "label": number % 2 == 0}
+        for number, letter in enumerate(prompts)
+    ]
+    data = quiet_data(rows, tokenizer=tokenizer_of_words(), max_tokens=32)
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto", reference="adapters_off")
+    quiet_trainer(tmp_path, strategy=FastFTStrategy(), max_steps=1).fit(tuner, data)
+    subset = data.subset("train")
+    for number, other in enumerate(others):
+        document = subset[number]
+        assert document.segment_lengths[1:] == (number + 2, other + 2)
+        assert document.input_ids[-other - 2 :].tolist() == [40 + other] * (other + 1) + [1]
+        assert subset.length_N[number] == len(document.input_ids) + 1
+
+
 def test_predictions_of_labelled_rows_are_of_no_other_completions(tmp_path):
     """In training KTO gives each row the completion of another one."""
-    core = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1")
     rows = [{"prompt": f"w{row} w2", "completion": f" w{row} w3", "label": row % 2 == 0} for row in range(5, 9)]
-    data = quiet_data(None, predict_paths=rows, tokenizer=tokenizer, max_tokens=32)
+    data = quiet_data(None, predict_paths=rows, tokenizer=tokenizer_of_words(), max_tokens=32)
     tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto", reference="adapters_off")
     found = quiet_trainer(tmp_path, strategy=FastFTStrategy()).predict(tuner, datamodule=data)
     assert torch.cat(found).shape == (len(rows),)

@@ -194,7 +194,7 @@ def test_other_sizes_are_refused_inside_a_round_alone(tmp_path):
 
     inside, behind = tmp_path / "5.ckpt", tmp_path / "8.ckpt"
     run("a", accumulate=1, callbacks=[SaveAtStep(5, inside), SaveAtStep(8, behind)])
-    with pytest.raises(ResumeError, match="were 1 and 1 and are 1 and 2"):
+    with pytest.raises(ResumeError, match="accumulate_grad_batches was 1 and is 2"):
         run("b", accumulate=2, ckpt_path=str(inside))
     with pytest.warns(UserWarning, match="accumulate_grad_batches was 1 and is 2"):
         run("c", accumulate=2, ckpt_path=str(behind))
@@ -379,3 +379,44 @@ def test_a_row_without_a_prompt_is_named(tmp_path):
 def test_vllm_that_is_missing_is_named():
     with pytest.raises(MissingDependencyError, match="pip install vllm"):
         VllmSampler("base")
+
+
+@pytest.mark.filterwarnings("ignore:Resumed with another setting")
+@pytest.mark.parametrize(
+    ("step", "options", "said"),
+    [
+        (8, {"prompts": SUMS[1:]}, "prompts"),
+        (8, {"seed": 1}, "seed"),
+        (8, {"prompts_per_round": 4}, "prompts_per_round"),
+        (5, {"max_tokens": 64}, "max_tokens was 48"),
+        (5, {"share_prompts": False}, "share_prompts"),
+    ],
+)
+def test_a_run_of_other_rounds_is_not_resumed(tmp_path, step, options, said):
+    """A place in other rounds would skip some prompts and repeat others; in other packs also some rollouts."""
+
+    def run(folder, *, callbacks=(), ckpt_path=None, prompts=SUMS, **options):
+        tuner, _ = make_parts()
+        data = RolloutDataModule(
+            prompts,
+            **{"rewards": is_right, "prompts_per_round": 8, "max_new_tokens": 2, "max_tokens": 48, **options},
+        )
+        trainer = quiet_trainer(tmp_path / folder, max_steps=9, strategy=FastFTStrategy(), callbacks=list(callbacks))
+        trainer.fit(tuner, data, ckpt_path=ckpt_path)
+
+    saved = tmp_path / "saved.ckpt"
+    run("a", callbacks=[SaveAtStep(step, saved)])
+    with pytest.raises(ResumeError, match=said):
+        run("b", ckpt_path=str(saved), **options)
+
+
+def test_a_resumed_run_says_that_it_samples_otherwise(tmp_path):
+    def run(folder, *, callbacks=(), ckpt_path=None, **options):
+        tuner, data = make_parts(max_tokens=48, max_new_tokens=2, **options)
+        trainer = quiet_trainer(tmp_path / folder, max_steps=9, strategy=FastFTStrategy(), callbacks=list(callbacks))
+        trainer.fit(tuner, data, ckpt_path=ckpt_path)
+
+    saved = tmp_path / "saved.ckpt"
+    run("a", callbacks=[SaveAtStep(8, saved)])
+    with pytest.warns(UserWarning, match="num_completions was 8 and is 4"):
+        run("b", ckpt_path=str(saved), num_completions=4)

@@ -157,6 +157,22 @@ class TokenizedDataset:
             )
         return self._content_digest
 
+    def has_prompt_of_next(self) -> np.ndarray:
+        """Return whether each example has the prompt of the next one (the last: of the first), bool, shape (N,).
+
+        Raises:
+            DataError: The examples have no prompts.
+        """
+        if self.completions is None:
+            raise DataError("The examples have no completions, and so no prompts.")
+        length_N = self.completions.num_prompt_tokens_N
+        is_same_N = length_N == np.roll(length_N, -1)
+        for number in np.flatnonzero(is_same_N).tolist():
+            one, other = (int(self._start_N1[place]) for place in (number, (number + 1) % len(self)))
+            length = int(length_N[number])
+            is_same_N[number] = np.array_equal(self._id_T[one : one + length], self._id_T[other : other + length])
+        return is_same_N
+
     def check_bounds(self) -> None:
         """Raise DataError if offsets, counts and ids are inconsistent, which would cause reads out of bounds."""
         num_tokens, num_examples = len(self._id_T), len(self)

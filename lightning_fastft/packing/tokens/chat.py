@@ -29,6 +29,7 @@ from lightning_fastft.packing.rows.rejects import (
 from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
 from lightning_fastft.packing.tokens.deadline import template_deadline
 from lightning_fastft.packing.tokens.shapes import MessageShapes, find_dropped
+from lightning_fastft.packing.tokens.spans import find_repeated_turns
 from lightning_fastft.packing.tokens.turn_ends import TurnEnds
 from lightning_fastft.packing.tokens.turns import SENTINEL, Render, TurnFinder, find_lead, mark_name
 
@@ -135,6 +136,7 @@ class ChatRenderer:
             notes.append(TRAINED_ANYWAY)
         if any(message.get("weight") == 1 for message in messages) and self._loss_on != "all":
             notes.append(NOT_TRAINED)
+        notes += find_repeated_turns(messages, num_context_turns=num_context_turns)
         is_wanted = [message.get("weight", 1) != 0 for message in answers]
         for number in range(sum(message["role"] == "assistant" for message in messages[:num_context_turns])):
             is_wanted[number] = False

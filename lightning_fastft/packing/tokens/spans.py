@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,16 @@ def find_repeated_prompt(prompt: str, completion: str) -> tuple[str, ...]:
     """
     begin = prompt.strip()
     return (PROMPT_TWICE,) if len(begin) >= _FEWEST_CHARACTERS and completion.lstrip().startswith(begin) else ()
+
+
+def find_repeated_turns(messages: Sequence[Mapping[str, Any]], *, num_context_turns: int) -> tuple[str, ...]:
+    """Return a note on a conversation whose completion begins with the turns of its prompt, if it does.
+
+    A prompt that ends with an answer may be continued with the same answer.
+    """
+    prompt, answer = messages[:num_context_turns], messages[num_context_turns:]
+    is_twice = bool(prompt) and prompt[-1]["role"] != "assistant" and answer[:num_context_turns] == prompt
+    return (PROMPT_TWICE,) if is_twice else ()
 
 
 def place_spans(

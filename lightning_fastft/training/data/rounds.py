@@ -1,21 +1,24 @@
-"""Rounds of rollouts: which prompts are sampled, and how their rollouts are packed on all ranks."""
+"""Rounds of rollouts: which prompts are sampled, how their rollouts are packed on all ranks, and how a run resumes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.core.errors import FastFTError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.document import Document, split_document
 from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
+from lightning_fastft.training.data.position import BY_CONTENT, SIZES
 
 
 def draw_sampled(number: int, *, share: float, prompts_per_round: int, seed: int) -> list[bool]:
@@ -77,6 +80,56 @@ def pack_round(
             batch.context.completions = Completions.none()
         batches.append(batch.to(device))
     return batches
+
+
+def digest_prompts(prompts: Sequence[Sequence[int]], given: Sequence[Document]) -> dict[str, str]:
+    """Return digests of the tokens of prompts, and of their given completions if there are any, by name."""
+    found = {"prompts": [np.asarray(ids, dtype=np.int64) for ids in prompts]}
+    if given:
+        found["completions"] = [document.input_ids for document in given]
+    digests = {}
+    for name, rows in found.items():
+        lengths = np.array([len(ids) for ids in rows], dtype=np.int64)
+        digests[name] = f"{BY_CONTENT}{hashlib.sha256(np.concatenate([lengths, *rows]).tobytes()).hexdigest()}"
+    return digests
+
+
+def check_rounds(
+    state: Mapping[str, Any], *, plan: Mapping[str, Any], sizes: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Check that a checkpoint of a ``RolloutDataModule`` is of the same rounds; warn of another sampling.
+
+    Args:
+        state: Its state.
+        plan: Settings of this run without which the number of a round has no meaning.
+        sizes: Settings without which a place in a round has no meaning; compared inside a round alone.
+        settings: Settings of the sampling, which may change.
+
+    Raises:
+        ResumeError: Settings that may not change differ.
+    """
+    # Older versions kept only the world size and the accumulation.
+    saved_sizes = state["sizes"] if isinstance(state["sizes"], Mapping) else dict(zip(SIZES, state["sizes"]))
+    changed = _compare(state.get("plan", {}), plan)
+    what = f"round {state['round'] + 1} of other rollouts"
+    if not changed and state["ranks"]:
+        changed, what = _compare(saved_sizes, sizes), "the middle of a round of rollouts, which is packed anew"
+    if changed:
+        raise ResumeError(
+            f"The checkpoint is in {what}: {'; '.join(changed)}. Resume with the values of the checkpoint, or begin a "
+            "new run from its weights without resuming."
+        )
+    for line in _compare(state.get("settings", {}), settings):
+        rank_zero_warn(f"Resumed with another setting than that of the checkpoint: {line} (this run's is used).")
+
+
+def _compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return a line for each value that differs, of those that both have."""
+    return [
+        f"{name} was {saved[name]!r} and is {value!r}"
+        for name, value in current.items()
+        if name in saved and saved[name] != value
+    ]
 
 
 def _gather(value: Any) -> np.ndarray:

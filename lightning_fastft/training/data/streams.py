@@ -33,6 +33,7 @@ from lightning_fastft.packing.windows import (
     ReadState,
     Window,
     digest_rows,
+    is_plain,
     order_packs,
     read_first_chunk,
     read_windows,
@@ -99,6 +100,8 @@ class TrainingStream:
         self._max_tokens = setup.options.max_tokens
         self._has_state = stream.has_state
         first = read_first_chunk(stream, setup=setup)
+        # Whether the first rows are plain text, although there is a chat template.
+        self.is_plain = is_plain(first, setup=setup)
         self._check_agreement(first)
         self._read_windows = functools.partial(
             read_windows,

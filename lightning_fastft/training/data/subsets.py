@@ -97,7 +97,7 @@ def check_lengths(split: str, subset: DocumentSubset, *, max_tokens: int) -> Non
     if longest > max_tokens:
         takes = "its prompt once" if subset.shares_prompts else "its prompt for each completion"
         if subset.adds_mismatched:
-            takes += ", and the completion of the next example"
+            takes += ", and the completion of another example"
         raise DataError(
             f"An example of the {split} data takes {longest} tokens in a pack ({takes}), and max_tokens is "
             f"{max_tokens}. Raise max_tokens to {longest}, or shorten the longest rows: too_long='truncate' cuts a row "

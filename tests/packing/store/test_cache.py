@@ -604,6 +604,24 @@ def test_completions_that_begin_with_their_prompt_are_counted_and_the_first_is_n
     assert "row 2" in note
 
 
+@pytest.mark.parametrize("answers", [("completion",), ("chosen", "rejected")], ids=["completion", "preference"])
+def test_conversations_behind_their_own_prompt_are_counted_too(answers):
+    asked = {"role": "user", "content": "two plus two is"}
+    said = [{"role": "assistant", "content": word} for word in ("four", "five")]
+    row = {"prompt": [asked], **{name: [answer] for name, answer in zip(answers, said)}}
+    repeated = {"prompt": [asked], **{name: [asked, *row[name]] for name in answers}}
+    # The answer of the prompt is said again.
+    again = {"prompt": [asked, said[0]], **{name: [said[0], asked, *row[name]] for name in answers}}
+    dataset = tokenize_sources(
+        [row, repeated, again, repeated],
+        tokenizer=build_tokenizer(chat_template=MARKED),
+        options=FormatOptions(max_tokens=128),
+    )
+    (note,) = [note for note in dataset.report.notes if "begins with its prompt" in note]
+    assert note.startswith("2 ")
+    assert "row 2" in note
+
+
 def damage_entry(path, name, change):
     content = bytearray((path / name).read_bytes())
     (path / name).write_bytes(change(content))
