@@ -148,22 +148,22 @@ class ReferenceTuner(Tuner):
                 )
 
     def _check_tokens(self, reference: str) -> None:
-        """Check that the numbers of the tokens mean the same to a second model; it may lack some.
+        """Check that tokens have the same numbers in a second model; it may lack some, or name them otherwise.
 
         Raises:
-            OptionError: A number is that of another token.
+            OptionError: A token has another number.
         """
         from lightning_fastft.hf.loading.source import ModelSource
 
         own, other = self.tokenizer, ModelSource(reference).load_tokenizer()
         if own is None or other is None:
             return
-        token_of = {number: token for token, number in other.get_vocab().items()}
+        number_of = other.get_vocab()
         for token, number in sorted(own.get_vocab().items(), key=lambda item: item[1]):
-            if token_of.get(number, token) != token:
+            if number_of.get(token, number) != number:
                 raise OptionError(
-                    f"Token {number} of the model is {token!r}, and that of reference={reference!r} is "
-                    f"{token_of[number]!r}: the reference would read another text. Give a model with the same "
+                    f"Token {token!r} is number {number} of the model and number {number_of[token]} of "
+                    f"reference={reference!r}: the reference would read another text. Give a model with the same "
                     "tokenizer, reference='stored' (not for PolicyTuner), or lora, whose base is the reference."
                 )
 

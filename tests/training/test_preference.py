@@ -188,14 +188,16 @@ def test_a_reference_of_other_tokens_is_refused(tmp_path):
     for name, tokenizer in (("same", same), ("other", other)):
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    for tokenizer, name in ((own, "same"), (same, "same"), (own, "other")):
+    # A token that was reserved in the reference.
+    renamed = tokenizer_of_words(last="<tool>")
+    for tokenizer, name in ((own, "same"), (same, "same"), (renamed, "same"), (own, "other")):
         tuner = PreferenceTuner(
             CONFIG, init="random", dtype="float32", tokenizer=tokenizer, reference=str(tmp_path / name)
         )
         if name == "same":
             tuner.configure_model()
             continue
-        with pytest.raises(OptionError, match="Token 1 of the model is 'w1'"):
+        with pytest.raises(OptionError, match="is number 1 of the model and number"):
             tuner.configure_model()
 
 
@@ -260,9 +262,9 @@ def test_log_probabilities_are_predicted():
     assert_close(found, torch.stack([row.sum() for row, _ in rows_alone(tuner.model, documents)]).detach())
 
 
-def tokenizer_of_words(*, first=0):
-    """A tokenizer with the words in their order; or with those from the first one on first."""
-    words = [f"w{index}" for index in range(VOCABULARY)]
+def tokenizer_of_words(*, first=0, last=f"w{VOCABULARY - 1}"):
+    """A tokenizer with the words in their order; or with those from the first one on first, or another last one."""
+    words = [*(f"w{index}" for index in range(VOCABULARY - 1)), last]
     words = words[:1] + words[1 + first :] + words[1 : 1 + first]
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
