@@ -167,6 +167,9 @@ def _numbers(options: Mapping[str, Any]) -> set[str]:
 def _describe_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
     """Return a line per option of the first group whose values differ and change the arithmetic."""
     own, names = optimizer.param_groups[0], optimizer.defaults.keys() - _RATES - _SPEED_OPTIONS
+    if "base_momentum" in saved:
+        # OneCycleLR and CyclicLR change the momentum in each step.
+        names -= {"momentum", "betas"}
     return [
         f"{name} was {saved[name]!r} and is {own[name]!r} (the checkpoint's is used)."
         for name in sorted(names & saved.keys())

@@ -268,6 +268,16 @@ def test_other_options_of_an_optimizer_are_said_and_those_of_the_checkpoint_hold
         assert before_group.get(name) == now_group.get(name)
 
 
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=9)
+
+
+def test_a_schedule_of_momentum_is_no_other_option(tmp_path):
+    run = partial(tuner, optimizer=adamw(), scheduler=one_cycle)
+    fit(tmp_path, run(), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+    fit(tmp_path, run(), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+
+
 @pytest.mark.parametrize(("before", "now"), [(None, adamw(weight_decay=0.0)), (adamw(weight_decay=0.0), None)])
 def test_state_of_the_same_rule_is_resumed(before, now, tmp_path):
     fit(tmp_path, tuner(optimizer=before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
