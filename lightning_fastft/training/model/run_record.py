@@ -37,17 +37,18 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
 
 
 def warn_of_other_tuner(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """Warn if a checkpoint is validated, tested or resumed by another class than the one that it was trained with.
+    """Warn if a checkpoint is validated, tested or resumed by another class than that of its training or a subclass.
 
     Args:
         trainer: That of the run that loads the checkpoint.
         saved: What ``describe_run`` returned in the run of the checkpoint; empty if that is not known.
     """
-    trained, present = saved.get("tuner"), type(trainer.lightning_module).__name__
-    if trained not in (None, present) and trainer.state.fn != TrainerFn.PREDICTING:
+    trained, present = saved.get("tuner"), type(trainer.lightning_module)
+    is_same = trained is None or trained in {base.__name__ for base in present.__mro__}
+    if not is_same and trainer.state.fn != TrainerFn.PREDICTING:
         rank_zero_warn(
-            f"The checkpoint was trained with {trained} and is loaded into {present}, whose loss and metrics are those "
-            f"of another method. For those of its training give that class and its data: --model {trained}"
+            f"The checkpoint was trained with {trained} and is loaded into {present.__name__}, whose loss and metrics "
+            f"are those of another method. For those of its training give that class and its data: --model {trained}"
         )
 
 

@@ -30,13 +30,16 @@ def test_another_tuner_than_that_of_the_checkpoint_is_warned_of(tmp_path, checkp
         getattr(trainer, verb)(make(FineTuner, lora=LORA), data, ckpt_path=checkpoint, verbose=False)
 
 
-def test_the_tuner_of_the_checkpoint_is_not_warned_of(tmp_path, checkpoint):
+class OwnTuner(PreferenceTuner):
+    """A user's subclass."""
+
+
+@pytest.mark.parametrize("kind", [PreferenceTuner, OwnTuner])
+def test_the_tuner_of_the_checkpoint_is_not_warned_of(tmp_path, checkpoint, kind):
     trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*is loaded into")
-        trainer.validate(
-            make(PreferenceTuner, lora=LORA), make_data(PAIRS, val_paths=PAIRS), ckpt_path=checkpoint, verbose=False
-        )
+        trainer.validate(make(kind, lora=LORA), make_data(PAIRS, val_paths=PAIRS), ckpt_path=checkpoint, verbose=False)
 
 
 def test_predictions_of_another_tuner_are_not_warned_of(tmp_path, checkpoint):
