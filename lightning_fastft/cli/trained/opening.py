@@ -258,9 +258,16 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 
 def _open_adapters(request: Request) -> Opened:
     """Build the base model of a PEFT folder and add the adapters."""
+    from lightning_fastft.cli.trained.card import read_task
     from lightning_fastft.hf.export import open_adapters, read_base_name
     from lightning_fastft.training.fine_tuner import FineTuner
 
+    if read_task(request.source) != "CausalLM":
+        raise OptionError(
+            f"{request.source} holds the adapters and the head of a reward model, and this command would drop the "
+            "head. Read it with PEFT on a base that AutoModelForSequenceClassification (of steps: "
+            "AutoModelForTokenClassification) has loaded with num_labels=1. fastft push without --merge uploads it."
+        )
     name = request.base or read_base_name(request.source)
     if not name:
         raise OptionError(f"{request.source} does not say which model its adapters belong to. Add --base NAME.")
