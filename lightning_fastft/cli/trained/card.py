@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_fastft.cli.trained.opening import COMMAND_KEY, Opened
+from lightning_fastft.cli.trained.opening import COMMAND_KEY, Opened, read_task
 from lightning_fastft.monitor.report.facts import describe_command
 from lightning_fastft.training.model.run_record import RUN_KEY, find_versions
 
@@ -29,8 +29,7 @@ _SHOWN = (
     *("advantage", "ratio", "clip_low", "clip_high", "max_completion_tokens", "kl_weight", "sampler_clip"),
     *("temperature", "read", "center_weight"),
 )
-# Reward models by PEFT's name of their task, and the hub's names of tasks.
-_CLASSIFIERS = {"SEQ_CLS": "SequenceClassification", "TOKEN_CLS": "TokenClassification"}
+# The hub's names of tasks.
 _PIPELINES = {
     "CausalLM": "text-generation",
     "SequenceClassification": "text-classification",
@@ -77,17 +76,6 @@ def read_facts(folder: Path) -> Facts:
     config = json.loads(file.read_text(encoding="utf-8"))
     base = str(config.get("base_model_name_or_path") or "unknown")
     return Facts(base, "adapters", {name: config.get(name) for name in _LORA}, {}, read_task(folder))
-
-
-def read_task(folder: Path) -> str:
-    """Return "CausalLM", or the kind of classifier in a folder of adapters or of a whole model."""
-    adapters, whole = folder / "adapter_config.json", folder / "config.json"
-    if adapters.is_file():
-        task_type = json.loads(adapters.read_text(encoding="utf-8")).get("task_type")
-        return _CLASSIFIERS.get(task_type, "CausalLM")
-    config = json.loads(whole.read_text(encoding="utf-8")) if whole.is_file() else {}
-    names = config.get("architectures") or ()
-    return next((task for task in _CLASSIFIERS.values() for name in names if name.endswith(f"For{task}")), "CausalLM")
 
 
 def render_card(facts: Facts, *, title: str = "") -> str:
