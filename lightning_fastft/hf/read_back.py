@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,9 @@ def check_read_back(
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         keys = list(file.keys())
     bare = _build_bare(model.get_base_model(), keys=keys)
-    with without_pattern_warning(bare, model.peft_config[adapter]):
+    with without_pattern_warning(bare, model.peft_config[adapter]), warnings.catch_warnings():
+        # The head of a reward model is excluded, and the base without memory has none.
+        warnings.filterwarnings("ignore", message="You have passed exclude_modules=", category=UserWarning)
         again = PeftModel.from_pretrained(bare, str(folder), adapter_name=adapter, torch_device="cpu")
     held = dict(model.named_parameters()) if state_dict is None else state_dict
     found = dict(again.named_parameters())

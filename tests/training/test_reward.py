@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import warnings
 
 import pytest
 import torch
@@ -172,3 +173,10 @@ def test_other_tuners_name_the_class_of_a_classifier(tmp_path):
 def test_options_that_a_loss_does_not_read_are_refused(options, name):
     with pytest.raises(OptionError, match=f"{name}=.* has no effect"):
         make_tuner(RewardTuner, **options)
+
+
+def test_adapters_are_saved_without_a_warning_of_exclusions(tmp_path):
+    # LORA adapts "all-linear", from which the head is excluded; PEFT reads the folder back onto a base without one.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*exclude_modules")
+        make_tuner(RewardTuner).save_pretrained(str(tmp_path / "saved"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_fastft.cli.trained.opening import COMMAND_KEY, Opened
+from lightning_fastft.cli.trained.opening import COMMAND_KEY, Opened, read_task
 from lightning_fastft.monitor.report.facts import describe_command
 from lightning_fastft.training.model.run_record import RUN_KEY, find_versions
 
@@ -29,6 +29,12 @@ _SHOWN = (
     *("advantage", "ratio", "clip_low", "clip_high", "max_completion_tokens", "kl_weight", "sampler_clip"),
     *("temperature", "read", "center_weight"),
 )
+# The hub's names of tasks.
+_PIPELINES = {
+    "CausalLM": "text-generation",
+    "SequenceClassification": "text-classification",
+    "TokenClassification": "token-classification",
+}
 # Values with which a setting has no effect.
 _IDLE = {
     **dict.fromkeys(("label_smoothing", "sft_weight", "kl_weight", "center_weight"), 0.0),
@@ -44,12 +50,14 @@ class Facts(NamedTuple):
         kind: "adapters", "merged weights" or "all weights".
         lora: Main fields of the adapters; empty without adapters.
         record: A checkpoint's hyperparameters, record of the run and command; empty if they are not known.
+        task: "CausalLM", or "SequenceClassification" or "TokenClassification" for a reward model.
     """
 
     base: str
     kind: str
     lora: Mapping[str, Any]
     record: Mapping[str, Any]
+    task: str = "CausalLM"
 
 
 def facts_of(opened: Opened, *, kind: str) -> Facts:
@@ -64,10 +72,10 @@ def read_facts(folder: Path) -> Facts:
     """Return the facts of a folder of adapters or of a whole model, from its configuration."""
     file = folder / "adapter_config.json"
     if not file.is_file():
-        return Facts("", "all weights", {}, {})
+        return Facts("", "all weights", {}, {}, read_task(folder))
     config = json.loads(file.read_text(encoding="utf-8"))
     base = str(config.get("base_model_name_or_path") or "unknown")
-    return Facts(base, "adapters", {name: config.get(name) for name in _LORA}, {})
+    return Facts(base, "adapters", {name: config.get(name) for name in _LORA}, {}, read_task(folder))
 
 
 def render_card(facts: Facts, *, title: str = "") -> str:
@@ -86,7 +94,7 @@ def render_card(facts: Facts, *, title: str = "") -> str:
         base_model=base if _is_hub_id(facts.base) else None,
         datasets=[source for source in sources if _is_hub_id(source)] or None,
         library_name="peft" if facts.kind == "adapters" else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=_PIPELINES[facts.task],
         tags=[_TAG, *(["lora"] if facts.kind == "adapters" else [])],
     )
     named = base if _is_hub_id(facts.base) else f"the local model `{base}`"
@@ -114,7 +122,7 @@ def render_card(facts: Facts, *, title: str = "") -> str:
         # Checkpoints of earlier versions hold the secrets of a command.
         shown = describe_command(shlex.split(command))
         parts.append(f"## Command\n```\n{_shorten_paths(shown)}\n```")
-    parts.append(f"## Use\n```python\n{_use_of(facts.kind, base=base)}\n```")
+    parts.append(f"## Use\n```python\n{_use_of(facts, base=base)}\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -172,17 +180,18 @@ def _join(value: Any) -> str:
     return ", ".join(sorted(map(str, value))) if isinstance(value, (list, tuple, set)) else str(value)
 
 
-def _use_of(kind: str, *, base: str) -> str:
-    if kind == "adapters":
+def _use_of(facts: Facts, *, base: str) -> str:
+    auto_class = f"AutoModelFor{facts.task}"
+    if facts.kind == "adapters":
+        labels = "" if facts.task == "CausalLM" else ", num_labels=1"
         return (
-            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")'
+            f"from peft import PeftModel\nfrom transformers import {auto_class}\n\n"
+            f'base = {auto_class}.from_pretrained("{base}"{labels}, dtype="auto")'
             f"{'' if _is_hub_id(base) else '  # your folder of this model'}\n"
             f'model = PeftModel.from_pretrained(base, "{REPOSITORY}")'
         )
     return (
-        "from transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{REPOSITORY}", dtype="auto")'
+        f'from transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained("{REPOSITORY}", dtype="auto")'
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # Key of a checkpoint: the command of its run.
 COMMAND_KEY = "fastft_command"
+# Reward models by PEFT's name of their task.
+_CLASSIFIERS = {"SEQ_CLS": "SequenceClassification", "TOKEN_CLS": "TokenClassification"}
 
 
 class Request(NamedTuple):
@@ -120,6 +123,17 @@ def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> R
     source = check_source(given.source)
     place = find_device(given.device or device)
     return Request(source, place, base=given.base, accepts_other_base=given.accept_other_base, **choices)
+
+
+def read_task(folder: Path) -> str:
+    """Return "CausalLM", or the kind of classifier in a folder of adapters or of a whole model."""
+    adapters, whole = folder / "adapter_config.json", folder / "config.json"
+    if adapters.is_file():
+        task_type = json.loads(adapters.read_text(encoding="utf-8")).get("task_type")
+        return _CLASSIFIERS.get(task_type, "CausalLM")
+    config = json.loads(whole.read_text(encoding="utf-8")) if whole.is_file() else {}
+    names = config.get("architectures") or ()
+    return next((task for task in _CLASSIFIERS.values() for name in names if name.endswith(f"For{task}")), "CausalLM")
 
 
 def open_trained(request: Request) -> Opened:
@@ -261,6 +275,12 @@ def _open_adapters(request: Request) -> Opened:
     from lightning_fastft.hf.export import open_adapters, read_base_name
     from lightning_fastft.training.fine_tuner import FineTuner
 
+    if read_task(request.source) != "CausalLM":
+        raise OptionError(
+            f"{request.source} holds the adapters and the head of a reward model, and this command would drop the "
+            "head. Read it with PEFT on a base that AutoModelForSequenceClassification (of steps: "
+            "AutoModelForTokenClassification) has loaded with num_labels=1. fastft push without --merge uploads it."
+        )
     name = request.base or read_base_name(request.source)
     if not name:
         raise OptionError(f"{request.source} does not say which model its adapters belong to. Add --base NAME.")

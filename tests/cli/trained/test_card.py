@@ -1,10 +1,15 @@
 """The model card: what it must not tell."""
 
+import json
 import shlex
 
+import pytest
+import torch
+
 from lightning_fastft.cli.command_record import CommandRecord
-from lightning_fastft.cli.trained.card import Facts, render_card
-from lightning_fastft.cli.trained.opening import COMMAND_KEY
+from lightning_fastft.cli.trained.card import Facts, read_facts, render_card
+from lightning_fastft.cli.trained.opening import COMMAND_KEY, Request, open_trained
+from lightning_fastft.core.errors import OptionError
 
 WORDS = [
     "fit",
@@ -38,3 +43,27 @@ def test_settings_without_an_effect_are_not_shown():
     ]
     assert "beta" not in shown
     assert "temperature" not in shown
+
+
+@pytest.mark.parametrize(("task_type", "auto_class"), [
+    ("SEQ_CLS", "AutoModelForSequenceClassification"), ("TOKEN_CLS", "AutoModelForTokenClassification"),
+])  # fmt: skip
+def test_the_card_of_a_reward_model_loads_its_head(tmp_path, task_type, auto_class):
+    adapters, whole = tmp_path / "adapters", tmp_path / "whole"
+    for folder, name, config in (
+        (adapters, "adapter_config.json", {"task_type": task_type, "base_model_name_or_path": "org/base"}),
+        (whole, "config.json", {"architectures": [auto_class.replace("AutoModel", "Qwen3")]}),
+    ):
+        folder.mkdir()
+        (folder / name).write_text(json.dumps(config))
+        card = render_card(read_facts(folder), title="scores")
+        assert f"{auto_class}.from_pretrained(" in card
+        assert "CausalLM" not in card
+        assert "text-generation" not in card
+    assert "num_labels=1" in render_card(read_facts(adapters), title="scores")
+
+
+def test_adapters_of_a_reward_model_are_not_merged_without_their_head(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"task_type": "SEQ_CLS", "base_model_name_or_path": "b"}))
+    with pytest.raises(OptionError, match="head"):
+        open_trained(Request(tmp_path, torch.device("cpu"), is_merged=True))
