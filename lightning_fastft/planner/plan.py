@@ -60,6 +60,7 @@ def make_plan(
     Device memory holds the values that cost most to recompute per byte. Other tensors are offloaded, inputs first, as
     far as their copies hide under compute. The rest is recomputed. The search simulates families of plans (number and
     choice of kept segments, size of a staging slot, load of the copy streams), then single changes to the best plan.
+    Families in which all segments offload alike come first, then those in which some offload more.
 
     Args:
         cost: Measured costs of the step.

@@ -100,8 +100,7 @@ class TrainingStream:
         self._max_tokens = setup.options.max_tokens
         self._has_state = stream.has_state
         first = read_first_chunk(stream, setup=setup)
-        # Whether the first rows are plain text, although there is a chat template.
-        self.is_plain = is_plain(first, setup=setup)
+        self._is_plain = functools.partial(is_plain, first, setup=setup)
         self._check_agreement(first)
         self._read_windows = functools.partial(
             read_windows,
@@ -117,6 +116,11 @@ class TrainingStream:
         self._group: Any = None
         # Whether the file of rejected rows was begun in this run.
         self._keeps_rejects = self._has_told_rejects = False
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether the first rows are plain text, although there is a chat template; tokenizes them again."""
+        return self._is_plain()
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that a position depends on, under the names that a user sets."""
