@@ -18,7 +18,7 @@ from lightning_fastft.packing.document import Document, split_document
 from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
-from lightning_fastft.training.data.position import BY_CONTENT, SIZES
+from lightning_fastft.training.data.position import BY_CONTENT, SIZES, compare_plans
 
 
 def draw_sampled(number: int, *, share: float, prompts_per_round: int, seed: int) -> list[bool]:
@@ -116,20 +116,16 @@ def check_rounds(
         changed, what = _compare(saved_sizes, sizes), "the middle of a round of rollouts, which is packed anew"
     if changed:
         raise ResumeError(
-            f"The checkpoint is in {what}: {'; '.join(changed)}. Resume with the values of the checkpoint, or begin a "
+            f"The checkpoint is in {what}: {changed}. Resume with the values of the checkpoint, or begin a "
             "new run from its weights without resuming."
         )
-    for line in _compare(state.get("settings", {}), settings):
-        rank_zero_warn(f"Resumed with another setting than that of the checkpoint: {line} (this run's is used).")
+    if changed := _compare(state.get("settings", {}), settings):
+        rank_zero_warn(f"Resumed with another sampling than that of the checkpoint: {changed} (this run's is used).")
 
 
-def _compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a line for each value that differs, of those that both have."""
-    return [
-        f"{name} was {saved[name]!r} and is {value!r}"
-        for name, value in current.items()
-        if name in saved and saved[name] != value
-    ]
+def _compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return the values that differ, of those that both have."""
+    return compare_plans({**current, **saved}, current)[0]
 
 
 def _gather(value: Any) -> np.ndarray:
