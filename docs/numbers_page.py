@@ -228,7 +228,7 @@ NAMED_RUNS = {
     "0.6b-metadata": NamedRun("qwen3-0.6b-lora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
     "30b-a3b": NamedRun("qwen3-30b-a3b-12l-lora", ("ours shipped", "unsloth off")),
     "30b-a3b-recomputed": NamedRun("qwen3-30b-a3b-12l-lora", ("ours recompute+graphs", "unsloth off")),
-    "8b-budget": NamedRun("qwen3-8b-qlora", ("ours auto=8:24+fused", "unsloth unsloth")),
+    "8b-budget": NamedRun("qwen3-8b-qlora", ("ours auto=7.9:64+fused", "unsloth unsloth")),
     "8b-budget-bitsandbytes": NamedRun("qwen3-8b-qlora", ("ours auto=8:64+fused, adamw_8bit", "unsloth unsloth")),
     "8b-full": NamedRun("qwen3-8b-full", ("ours keep+fused, adamw_fused_8bit", "unsloth off")),
     "8b-full-bitsandbytes": NamedRun("qwen3-8b-full", ("ours keep+fused, adamw_8bit", "unsloth off")),
