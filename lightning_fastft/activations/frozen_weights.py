@@ -24,7 +24,7 @@ class StreamedWeights(NamedTuple):
         ends: Sizes of the input embedding and the output layer, if they moved too.
         statuses: Statuses for the user.
         enter_backward: Copies the first layer in for the backward; None if not needed.
-        prefetch_head: Starts the copy of the output layer for the head; None if it did not move.
+        prefetch_head: Starts the copy of the next of this many parts of the output layer; None if it did not move.
         drop_head: Frees such a copy if no head took it.
     """
 
@@ -33,7 +33,7 @@ class StreamedWeights(NamedTuple):
     ends: EndBytes = EndBytes()
     statuses: tuple[Status, ...] = ()
     enter_backward: Callable[[], None] | None = None
-    prefetch_head: Callable[[], None] | None = None
+    prefetch_head: Callable[[int], None] | None = None
     drop_head: Callable[[], None] | None = None
 
 

@@ -19,6 +19,7 @@ from lightning_fastft.activations.slots import align
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.planner.plan import make_plan
+from lightning_fastft.planner.prediction import num_head_parts
 from lightning_fastft.planner.step import Machine, Plan, SegmentPlan, StepCost
 
 # Factor by which a budget is reduced if its memory was not available.
@@ -170,9 +171,11 @@ class PlannedStack:
         streamed = self.weights.stream(self.executor.streams_of(device))
         # If this runs inside the first layer's call, the hooks just added to it do not run for that call.
         self.segments[0].on_backward = streamed.enter_backward
-        # The first segment plans in its forward. A head without a prefetched copy waits for one.
-        if len(self.segments) > 1 and streamed.prefetch_head is not None:
-            self.segments[-1].on_forward = functools.partial(_prefetch_head, self.segments[-1], streamed)
+        # A head copies the parts that were not prefetched.
+        num_parts = num_head_parts(len(self.segments))
+        if num_parts and streamed.prefetch_head is not None:
+            for segment in self.segments[-num_parts:]:
+                segment.on_forward = functools.partial(_prefetch_head, self.segments[-1], streamed, num_parts)
 
     def _check_alone(self, error: Exception) -> None:
         """Raise if this rank may not change the plan that it cannot apply."""
@@ -197,10 +200,12 @@ class PlannedStack:
         return auto_host_bytes() // self.environment.num_local_ranks + self.weights.host_bytes
 
 
-def _prefetch_head(last: Segment, streamed: StreamedWeights, hidden: torch.Tensor) -> None:
-    """Start the copy of the output layer in the forward of the last segment, and free it in the backward if unused."""
+def _prefetch_head(last: Segment, streamed: StreamedWeights, num_parts: int, hidden: torch.Tensor) -> None:
+    """Start the copy of a part of the output layer in the forward of one of the last segments, and free all parts in
+    the backward if no head took them.
+    """
     assert streamed.prefetch_head is not None
-    streamed.prefetch_head()
+    streamed.prefetch_head(num_parts)
     last.on_backward = streamed.drop_head
 
 

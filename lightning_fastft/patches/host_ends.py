@@ -6,6 +6,7 @@ head of a pass and freed after it, so its memory is free while the decoder layer
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,12 +37,13 @@ class HostHead(NamedTuple):
 
     Args:
         status: Where it is, or why it stays on the device.
-        prefetch: Starts its copy for the head of this pass; None if it stays on the device.
+        prefetch: Starts the copy of the next of this many parts for the head of this pass; None if it stays on the
+            device.
         drop: Frees a copy that no head has taken; None if it stays on the device.
     """
 
     status: Status
-    prefetch: Callable[[], None] | None = None
+    prefetch: Callable[[int], None] | None = None
     drop: Callable[[], None] | None = None
 
 
@@ -163,6 +165,14 @@ class HostLazyHead(LazyHead, HostLinear):
         return matrix.take_copy()
 
 
+class _Copy(NamedTuple):
+    """A copy of a matrix on the device: how many of its first rows were copied, and when they have arrived."""
+
+    weight_VD: torch.Tensor
+    num_rows: int
+    arrived: Mark
+
+
 class _HostMatrix:
     """The weight of a module in host memory; it moves the weight there and back, and copies it to the device."""
 
@@ -173,8 +183,8 @@ class _HostMatrix:
         self.device, self._home = streams.device, parameter.device
         self.num_bytes = parameter.numel() * parameter.element_size()
         self._streams = streams
-        # A copy that the next head takes, and when it has arrived.
-        self._copy: tuple[torch.Tensor, Mark] | None = None
+        # The copy that the next head takes, or its first rows.
+        self._copy: _Copy | None = None
         # Whether a head took the last copy.
         self._is_taken = True
         bytes_of_matrix = (
@@ -220,31 +230,43 @@ class _HostMatrix:
         """Return the weight, keyed by its name in a state dict of its module."""
         return {"weight": self.weight_VD}
 
-    def prefetch(self) -> None:
-        """Start a copy to the device for the next ``take_copy``, unless one is there or the last one was not taken."""
-        if self._copy is None and self._is_taken:
-            self._copy = self._start_copy()
+    def prefetch(self, num_parts: int) -> None:
+        """Start the copy of the next of num_parts equal parts to the device, for the next ``take_copy``.
+
+        No-op if all parts are there, or if the last copy was not taken.
+        """
+        if self._copy is not None or self._is_taken:
+            self._copy_rows(math.ceil(len(self.weight_VD) / num_parts))
 
     def take_copy(self) -> torch.Tensor:
         """Return a copy of the weight on the device, which the caller owns; compute waits until it has arrived."""
-        (weight_VD, arrived), self._copy = self._copy or self._start_copy(), None
-        self._streams.wait_compute(arrived)
-        self._is_taken = True
-        return weight_VD
+        copy = self._copy_rows(len(self.weight_VD))
+        self._streams.wait_compute(copy.arrived)
+        self._copy, self._is_taken = None, True
+        return copy.weight_VD
 
     def drop(self) -> None:
         """Free a copy that nobody took, as in a tuner without the head; the next one is made on demand."""
         if self._copy is not None:
             # Compute, which gets its memory next, must not run before the copy has ended.
-            self.take_copy()
-            self._is_taken = False
+            self._streams.wait_compute(self._copy.arrived)
+            self._copy, self._is_taken = None, False
 
-    def _start_copy(self) -> tuple[torch.Tensor, Mark]:
-        # Not an inference tensor, also in an evaluation: a training step may take the copy.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            weight_VD = torch.empty_like(self.weight_VD, device=self.device)
-        # Queued work may still use the memory that the allocator returned.
-        return weight_VD, self._streams.copy_in(weight_VD, self.weight_VD, after=[self._streams.mark_compute()])
+    def _copy_rows(self, num_rows: int) -> _Copy:
+        """Start the copy of the next rows, as far as there are any; return the copy."""
+        copy = self._copy
+        if copy is None:
+            # Not an inference tensor, also in an evaluation: a training step may take the copy.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                weight_VD = torch.empty_like(self.weight_VD, device=self.device)
+            # Queued work may still use the memory that the allocator returned.
+            copy = _Copy(weight_VD, 0, self._streams.mark_compute())
+        rows = slice(copy.num_rows, copy.num_rows + num_rows)
+        if len(self.weight_VD[rows]):
+            arrived = self._streams.copy_in(copy.weight_VD[rows], self.weight_VD[rows], after=[copy.arrived])
+            copy = _Copy(copy.weight_VD, copy.num_rows + len(self.weight_VD[rows]), arrived)
+        self._copy = copy
+        return copy
 
 
 def movable_bytes(model: PreTrainedModel, root: nn.Module | None = None) -> EndBytes:

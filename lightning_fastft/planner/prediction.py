@@ -22,6 +22,9 @@ from lightning_fastft.planner.step import (
 # Streamed weights rotate through three device slots: for the previous layer, which may still be read, the current one,
 # and the next one, which is being copied.
 NUM_WEIGHT_SLOTS = 3
+# An output layer on the host is copied in this many parts, one in the forward of each of the last layers: it is larger
+# than what one forward hides, and a whole copy would delay the weights of the next layer.
+NUM_HEAD_PARTS = 8
 _MS_PER_S = 1e3
 
 
@@ -33,7 +36,8 @@ def predict(cost: StepCost, segments: Sequence[SegmentPlan], *, machine: Machine
     starts. In the backward the first ``buffers - 1`` segments with tensors on the host are fetched at its start, and
     each later one when the segment ``buffers - 1`` places before it starts. Compute waits for an input at the start of
     its segment and for a value at its place in the recompute. Streamed weights are fetched one layer ahead, except at
-    the start of the forward and of the backward, where the three slots already hold the next weights.
+    the start of the forward and of the backward, where the three slots already hold the next weights. A streamed output
+    layer is fetched in parts, in the forwards of the last ``NUM_HEAD_PARTS`` segments.
 
     Args:
         cost: Measured costs of the step.
@@ -153,13 +157,17 @@ class StepModel:
         clock = _Clock(self.machine, limit_bytes=footprint.staging_bytes, intervals=intervals)
         sizes = [self.cost.segments[number].weight_bytes for number in footprint.streamed]
         weights = _WeightStream(clock, sizes, footprint.streamed)
-        head_bytes, arrival = self.cost.ends.head if footprint.streamed else 0, 0.0
+        head_bytes = self.cost.ends.head if footprint.streamed else 0
+        num_parts, left_bytes = num_head_parts(len(works)), head_bytes
         for number, work in enumerate(works):
-            if head_bytes and number == len(works) - 1:
-                arrival = clock.copy_in("head", head_bytes)
+            if head_bytes and number >= len(works) - num_parts:
+                part_bytes = min(left_bytes, -(-head_bytes // num_parts))
+                clock.copy_in("head", part_bytes)
+                left_bytes -= part_bytes
             self._forward(clock, weights, number, work)
         clock.begin("head")
-        clock.wait(arrival)
+        if head_bytes:
+            clock.wait(clock.copy_in("head", left_bytes) if left_bytes else clock.in_free)
         clock.compute(self.cost.head_ms)
         self._backward(clock, weights, works)
         clock.begin("other")
@@ -211,8 +219,8 @@ class StepModel:
     def _memory(self, works: list[_Work], *, base: int, staging: int, head: int, embedded: int) -> list[int]:
         """Return device memory over time; memory of earlier segments grows in the forward, shrinks in the backward.
 
-        head is the size of an output layer that comes to the device when the last forward begins, embedded that of a
-        first input that a forward holds beside its copy on the host.
+        head is the size of an output layer that comes to the device in the last forwards, embedded that of a first
+        input that a forward holds beside its copy on the host.
         """
         forward: list[int] = []
         backward: list[int] = []
@@ -225,7 +233,8 @@ class StepModel:
             forward.append(base + work.forward_bytes + sent_bytes + (embedded if forward else 0))
             backward.append(base + work.live_bytes + cost.backward_peak_bytes)
             base += work.held_bytes
-        forward[-1] += head
+        for number in range(len(works) - num_head_parts(len(works)), len(works)):
+            forward[number] += head
         return [*forward, base + head + self.cost.head_peak_bytes + sent_bytes, *reversed(backward), *update]
 
     def _work(self, number: int, plan: SegmentPlan) -> _Work:
@@ -233,6 +242,16 @@ class StepModel:
         if work is None:
             work = self._works[number, plan] = _work_of(self.cost.segments[number], plan, number)
         return work
+
+
+def num_head_parts(num_segments: int) -> int:
+    """Return in how many of the last forwards parts of a streamed output layer are copied; never in the first one.
+
+    Example:
+        >>> [num_head_parts(num_segments) for num_segments in (1, 2, 40)]
+        [0, 1, 8]
+    """
+    return min(NUM_HEAD_PARTS, num_segments - 1)
 
 
 def _slot_bytes(sizes: list[int]) -> int:

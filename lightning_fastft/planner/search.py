@@ -179,7 +179,7 @@ class PlanSearch:
         for number in range(len(self._costs) - 1, -1, -1):
             segment = self._costs[number]
             credit = (
-                min(credit + self._hidden_bytes(number), float(recipe.slot_bytes))
+                min(credit + self._hidden_bytes(number, recipe), float(recipe.slot_bytes))
                 if recipe.load <= 1
                 else float(recipe.slot_bytes)
             )
@@ -214,12 +214,14 @@ class PlanSearch:
             left_bytes -= segment.input_bytes
         return movable
 
-    def _hidden_bytes(self, number: int) -> float:
+    def _hidden_bytes(self, number: int, recipe: _Recipe) -> float:
         """Return the bytes that both copy streams can move while this segment computes."""
         segment, machine = self._costs[number], self.model.machine
+        usual = _best_host_set(self._host_sets[segment], recipe.usual_bytes - segment.input_bytes)
+        backward_ms = segment.backward_ms + segment.recompute_ms - usual.rebuild_ms
         weight_bytes = segment.weight_bytes if self._streams[number] else 0
         out_bytes = segment.forward_ms * machine.d2h_bytes_per_s / _MS_PER_S
-        return max(0.0, min(out_bytes, segment.backward_ms * machine.h2d_bytes_per_s / _MS_PER_S - weight_bytes))
+        return max(0.0, min(out_bytes, backward_ms * machine.h2d_bytes_per_s / _MS_PER_S - weight_bytes))
 
     def _fill_device(self, segments: tuple[SegmentPlan, ...]) -> float:
         """Store values on the device, most expensive per byte first, within the budget; return the time, or

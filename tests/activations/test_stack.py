@@ -758,27 +758,33 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
     assert Attached(policy="auto", host_budget=24).stack._host_budget() == 24 * GIB
 
 
-def test_the_output_layer_comes_while_the_last_layer_runs(monkeypatch):
+def test_the_output_layer_comes_in_parts_while_the_last_layers_run(monkeypatch):
     attached = streaming(monkeypatch, vram_budget=1000, weights="stream").until_planned()
     matrix = vars(attached.model.get_output_embeddings())[host_ends._MATRIX_ATTRIBUTE]
-    happened, copy_in = [], matrix._streams.copy_in
+    happened, copied, copy_in = [], [], matrix._streams.copy_in
 
     def record(target, source, *, after):
-        if source is matrix.weight_VD:
+        if source.untyped_storage().data_ptr() == matrix.weight_VD.untyped_storage().data_ptr():
             happened.append("copy")
+            copied.append(len(source))
         return copy_in(target, source, after=after)
 
     monkeypatch.setattr(matrix._streams, "copy_in", record)
-    decoder_layers(attached.model)[-1].register_forward_hook(lambda *_: happened.append("last layer"))
+    for number, layer in enumerate(decoder_layers(attached.model)[1:], 1):
+        layer.register_forward_hook(lambda *_, number=number: happened.append(number))
+    expected = ["copy", 1, "copy", 2, "copy", 3]
     for _ in range(2):
         loss = attached.model(**attached.batch).loss
-        assert happened == ["copy", "last layer"]
+        assert happened == expected
+        assert sum(copied) == len(matrix.weight_VD)
+        assert max(copied) - min(copied) < len(copied)
         loss.backward()
-        assert happened == ["copy", "last layer", "last layer"][: len(happened)]
+        assert "copy" not in happened[len(expected) :]
         happened.clear()
+        copied.clear()
     # A forward whose head does not run leaves no copy on the device.
     attached.model.get_decoder()(**attached.batch).last_hidden_state.sum().backward()
-    assert happened[0] == "copy"
+    assert happened[: len(expected)] == expected
     assert matrix._copy is None
 
 

@@ -155,7 +155,7 @@ def test_steps_are_bit_equal_with_late_copies(quantization, recomputes, host):
 
 
 def move_ends(model, patcher, *, streams, host):
-    """Move the embedding and the head to the host; the head is fetched when the last layer begins its forward."""
+    """Move the embedding and the head to the host; the head is fetched in parts, in the forward of every layer."""
     base = model.get_base_model()
     assert install_host_embedding(base, patcher, streams=streams, allocate_host=host).state == "active"
     head = install_host_head(base, patcher, streams=streams, allocate_host=host)
@@ -163,9 +163,10 @@ def move_ends(model, patcher, *, streams, host):
 
     def prefetch(module, args):
         if torch._C._current_graph_task_id() == -1:
-            head.prefetch()
+            head.prefetch(len(base.model.layers))
 
-    patcher.add_undo(base.model.layers[-1].register_forward_pre_hook(prefetch).remove)
+    for layer in base.model.layers:
+        patcher.add_undo(layer.register_forward_pre_hook(prefetch).remove)
 
 
 def read_slowly(streams, host, *, num_layers=9, num_bytes=2**20):

@@ -56,12 +56,15 @@ def test_no_bit_changes_and_it_comes_back(name):
     assert found.status.state == "active", found.status.reason
     assert isinstance(base.lm_head, HostLazyHead)
     assert head.weight.untyped_storage().nbytes() == head.weight.element_size()
-    for is_prefetched in (False, True):
-        if is_prefetched:
-            handle = base.model.layers[-1].register_forward_pre_hook(lambda *_: found.prefetch())
+    # A head copies the rows that were not prefetched.
+    for num_parts in (0, 1, 3):
+        patch = ModelPatcher()
+        for layer in base.model.layers if num_parts else ():
+            handle = layer.register_forward_pre_hook(lambda *_, num_parts=num_parts: found.prefetch(num_parts))
+            patch.add_undo(handle.remove)
         got = all_uses(model)
+        patch.undo()
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-    handle.remove()
     assert all(torch.equal(value, state[key]) for key, value in base.state_dict().items())
     with pytest.raises(SwapError, match="Load the model first"):
         base.load_state_dict(state)
@@ -91,24 +94,36 @@ def test_the_copy_is_gone_before_the_backward():
     loss.backward()
 
 
-def test_a_copy_that_no_head_takes_is_made_once_and_dropped_when_it_has_arrived():
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_copy_that_no_head_takes_is_made_once_and_dropped_when_it_has_arrived(num_parts):
     _, base, _ = packed_model()
     streams = LateStreams()
     found = install_host_head(base, ModelPatcher(), streams=streams)
-    found.prefetch()
-    found.prefetch()
-    assert streams.num_copies == 1
-    assert len(streams._in) == 1
+    for _ in range(num_parts + 1):
+        found.prefetch(num_parts)
+    assert streams.num_copies == len(streams._in) == num_parts
     found.drop()
     assert not streams._in
     found.drop()
-    assert streams.num_copies == 1
+    assert streams.num_copies == num_parts
     # Only a head that runs gets a copy again, and the next one ahead of time.
-    found.prefetch()
-    assert streams.num_copies == 1
+    found.prefetch(num_parts)
+    assert streams.num_copies == num_parts
     base.lm_head.device_weight()
-    found.prefetch()
-    assert streams.num_copies == 3
+    found.prefetch(num_parts)
+    assert streams.num_copies == num_parts + 2
+
+
+def test_a_copy_of_a_pass_that_ended_early_is_dropped_when_its_first_part_has_arrived():
+    _, base, _ = packed_model()
+    streams = LateStreams()
+    found = install_host_head(base, ModelPatcher(), streams=streams)
+    found.prefetch(3)
+    found.drop()
+    assert streams.num_copies == 1
+    assert not streams._in
+    assert torch.equal(base.lm_head.device_weight(), base.state_dict()["lm_head.weight"])
+    assert streams.num_copies == 2
 
 
 def test_heads_that_have_to_stay_say_why():

@@ -94,6 +94,16 @@ def test_copies_to_the_host_take_most_of_the_forward_where_one_value_is_larger_t
     assert prediction.exposed_ms < 0.01 * prediction.step_ms
 
 
+def test_the_recompute_hides_copies_too():
+    """The backward alone is too short for the weights and for all that a forward can copy out."""
+    cost = fused_qwen3_14b()
+    segments = tuple(segment._replace(backward_ms=11.0, recompute_ms=6.5) for segment in cost.segments)
+    prediction = plan_for(cost._replace(segments=segments), 11 * GB, weights="stream").prediction
+    copy_ms = sum(interval.end_ms - interval.start_ms for interval in prediction.streams if interval.stream == "d2h")
+    assert copy_ms > 0.85 * sum(segment.forward_ms for segment in segments)
+    assert prediction.exposed_ms < 0.01 * prediction.step_ms
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [1, 2, 3, *(pytest.param(case, marks=pytest.mark.fault) for case in ("qwen3-14b", 4, 5, 6))]

@@ -131,6 +131,33 @@ def test_a_value_may_arrive_as_late_as_its_place_in_the_recompute():
     assert serial.exposed_ms == pytest.approx(60 / 10 - 2.0)
 
 
+def streamed_steps(num_segments, *, head=0, **cost):
+    """A step whose weights are streamed, with an output layer of this size on the host."""
+    cost = plain_step(num_segments, weight_bytes=100, base_bytes=1000, **cost)._replace(ends=EndBytes(head=head))
+    plans = uniform_plan(num_segments, "recompute")
+    return predict(cost, [plan._replace(is_streamed=True) for plan in plans], machine=SLOW)
+
+
+def test_a_streamed_output_layer_arrives_in_the_forwards_of_the_last_segments():
+    """A forward hides the weights of the next segment, 10 ms, and 2 ms of the output layer, or 12 ms without these."""
+    whole = streamed_steps(12, forward_ms=12.0, head=160)
+    copies = [interval for interval in whole.streams if interval.label == "head"]
+    assert [copy.end_ms - copy.start_ms for copy in copies] == [pytest.approx(2.0)] * 8
+    assert [copy.start_ms for copy in copies] == [pytest.approx(12.0 * number) for number in range(4, 12)]
+    assert whole.exposed_ms == streamed_steps(12, forward_ms=12.0).exposed_ms
+    # It is on the device from its first part to the end of the head, and the base, which counts it, lacks it otherwise.
+    without = streamed_steps(12, forward_ms=12.0)
+    more = [num_bytes - other for (_, num_bytes), (_, other) in zip(whole.memory, without.memory, strict=True)]
+    assert more == [-160] * 4 + [0] * 9 + [-160] * (len(more) - 13)
+
+
+def test_a_single_segment_leaves_a_streamed_output_layer_to_the_head():
+    alone = streamed_steps(1, forward_ms=12.0, head=160)
+    (copy,) = [interval for interval in alone.streams if interval.label == "head"]
+    assert (copy.start_ms, copy.end_ms) == (pytest.approx(12.0), pytest.approx(28.0))
+    assert alone.exposed_ms == pytest.approx(16.0)
+
+
 def test_streamed_weights_take_three_slots_and_stay_there_at_both_turns():
     cost = plain_step(6, weight_bytes=100, base_bytes=1000)
     resident = uniform_plan(6, "recompute")
