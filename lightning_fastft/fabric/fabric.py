@@ -199,11 +199,16 @@ class FastFTFabric(Fabric):
         ``error_if_nonfinite`` then has no effect: use FiniteGuard, which skips such steps.
         """
         inner = _unwrap_objects(optimizer)
-        max_norm = kwargs.get("max_norm")
-        if isinstance(inner, FusedAdamW) and max_norm is not None and not args and kwargs.get("norm_type", 2) == 2:
+        max_norm, clip_val = kwargs.get("max_norm"), args[0] if args else kwargs.get("clip_val")
+        is_2_norm = clip_val is None and not args and kwargs.get("norm_type", 2) == 2
+        if isinstance(inner, FusedAdamW) and max_norm is not None and is_2_norm:
             return inner.clip_next(float(max_norm))
         # Clipping hides infinite gradients, so the callbacks check them first.
-        self._fastft.before_step(inner)
+        self._fastft.before_step(inner, clip_val=clip_val)
+        # FiniteGuard(unsupported="wait") drops those of a bad step, and torch cannot clip none by value.
+        grads = [each.grad for group in inner.param_groups for each in group["params"] if each.grad is not None]
+        if clip_val is not None and not grads:
+            return None
         return super().clip_gradients(module, optimizer, *args, **kwargs)
 
     def save(

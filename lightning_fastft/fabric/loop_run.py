@@ -34,7 +34,6 @@ class LoopRun:
 
     scaler = None
     precision = "32-true"
-    gradient_clip_val = gradient_clip_algorithm = None
 
     def __init__(self, fabric: Fabric, packed_steps: PackedSteps, callbacks: list[Callback]) -> None:
         self.callbacks = callbacks
@@ -42,6 +41,9 @@ class LoopRun:
         self.lightning_module: Any = None
         self.optimizers: list[Optimizer] = []
         self.global_step = 0
+        # Of the step that is being made.
+        self.gradient_clip_val: float | None = None
+        self.gradient_clip_algorithm: str | None = None
         self.fabric = fabric
         self._packed_steps = packed_steps
         self._given = tuple(callbacks)
@@ -171,11 +173,14 @@ class LoopRun:
         self._call("on_before_backward", loss)
         self._has_backward = True
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Let the callbacks check the gradients, once per step."""
+    def before_step(self, optimizer: Optimizer, *, clip_val: float | None = None) -> None:
+        """Let the callbacks check the gradients, once per step; they are clipped by value next if clip_val is given."""
         if not self._is_judged:
             self._is_judged = True
+            if clip_val is not None:
+                self.gradient_clip_val, self.gradient_clip_algorithm = clip_val, "value"
             self._call("on_before_optimizer_step", optimizer)
+            self.gradient_clip_val = self.gradient_clip_algorithm = None
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):

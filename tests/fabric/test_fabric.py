@@ -187,7 +187,52 @@ def test_the_guard_skips_steps_that_are_not_finite_and_stops(loop):
         loop.fabric.close()
 
 
+class Enlarged(torch.autograd.Function):
+    """A number whose gradient is far too large, as after an overflow in the backward."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1e30
+
+
+@pytest.mark.parametrize("optimizer", ["FusedAdamW", "AdamW of torch, read by the host"])
+def test_the_guard_sees_gradients_before_they_are_clipped_by_value(optimizer):
+    model = make_model("qwen3")
+    weights = [each for each in model.parameters() if each.requires_grad]
+    inner = FusedAdamW(weights) if optimizer == "FusedAdamW" else torch.optim.AdamW(weights)
+    fabric = open_fabric(callbacks=[FiniteGuard(unsupported="wait")])
+    loader = fabric.setup_datamodule(make_data())
+    with fabric:
+        wrapped, outer = fabric.setup(model, inner)
+        before = trained(model)
+        fabric.backward(Enlarged.apply(wrapped(**next(iter(loader))).loss))
+        fabric.clip_gradients(wrapped, outer, clip_val=1e-3)
+        outer.step()
+        assert all(torch.equal(before[name], weight) for name, weight in trained(model).items())
+        with pytest.warns(UserWarning, match="Optimizer step 1 was skipped: gradients"):
+            fabric.close()
+
+
+def test_the_guard_says_that_several_optimizers_do_not_skip_together():
+    model, guard = make_model("qwen3"), FiniteGuard()
+    weights = [each for each in model.parameters() if each.requires_grad]
+    fabric = open_fabric(callbacks=[guard])
+    with fabric:
+        with pytest.warns(UserWarning, match="guards nothing.*2 optimizers"):
+            fabric.setup(model, FusedAdamW(weights[::2]), FusedAdamW(weights[1::2]))
+        assert guard.status().state == "refused"
+
+
 class TestMisuse:
+    def test_two_kinds_of_clipping(self, loop):
+        loop.fabric.backward(loop.model(**next(iter(loop.loader))).loss)
+        with pytest.raises(ValueError, match="Only one of"):
+            loop.fabric.clip_gradients(loop.model, loop.optimizer, clip_val=1.0, max_norm=1.0)
+
     def test_a_batch_whose_context_is_dropped(self, loop):
         batch = next(iter(loop.loader))
         loss = loop.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
