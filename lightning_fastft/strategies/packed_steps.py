@@ -180,6 +180,14 @@ def find_packed_batches(batch: Any) -> list[PackedBatch]:
     return [member for member in members if isinstance(member, PackedBatch)]
 
 
+def is_planned(batch: Any) -> bool:
+    """Return whether the loss of a batch is divided for its own accumulation window, as a PackedDataModule plans it.
+
+    A window that ``limit_train_batches`` cuts has fewer micro-batches, and the loss of each is larger for that.
+    """
+    return any(found.index >= 0 for found in find_packed_batches(batch))
+
+
 def check_loaders(trainer: Trainer) -> None:
     """Check that the training micro-batches are planned for this Trainer; called in ``on_train_start``.
 
