@@ -168,7 +168,7 @@ class FastFTFabric(Fabric):
             data.prepare_data()
         self.barrier()
         data.setup("fit")
-        return NotingLoader(data.train_dataloader(), run)
+        return NotingLoader(data.train_dataloader(), run, is_training=True)
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
         """Set up loaders of packed batches, of a PackedDataModule or of ``DataLoader(collate_fn=collate)``."""

@@ -174,6 +174,71 @@ def test_a_resumed_run_begins_at_an_accumulation_window():
         assert next(iter(loader)).index == indices[2] == 2
 
 
+def one_by_one(batches):
+    yield from batches
+
+
+def all_at_once(batches):
+    yield from list(batches)
+
+
+def by_windows(batches):
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, 2)):
+        yield from window
+
+
+@pytest.mark.parametrize("hand_out", [all_at_once, by_windows])
+def test_a_loop_may_ask_for_later_batches_first(hand_out):
+    found = []
+    for order in (one_by_one, hand_out):
+        model, data = make_model("qwen3"), make_data()
+        fabric = open_fabric(callbacks=[GradientHealth(num_steps=3), FiniteGuard()])
+        loader = fabric.setup_datamodule(data)
+        with fabric:
+            wrapped, optimizer = fabric.setup(model, make_optimizer(model))
+            positions = []
+            for batch in order(loader):
+                fabric.backward(wrapped(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                positions.append((batch.index + 1, data.state_dict()["micro_batches"]))
+            assert all(index == position for index, position in positions)
+            assert {status.name: status.state for status in fabric.statuses()}["gradient health"] == "active"
+        found.append((positions, trained(model)))
+    (positions, weights), (other_positions, other_weights) = found
+    assert positions == other_positions
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_a_batch_may_be_asked_for_between_forward_and_backward(loop):
+    batches = iter(loop.loader)
+    batch, indices = next(batches), []
+    while batch is not None and len(indices) < 3:
+        loss = loop.model(**batch).loss
+        following = next(batches)
+        loop.fabric.backward(loss)
+        loop.optimizer.step()
+        indices.append(loop.data.state_dict()["micro_batches"])
+        batch = following
+    assert indices == [1, 2, 3]
+
+
+def test_an_evaluation_before_the_backward_hides_no_dropped_context():
+    model, data = make_model("qwen3"), make_data(val_share=0.3)
+    fabric = open_fabric()
+    loader = fabric.setup_datamodule(data)
+    with fabric:
+        wrapped, _ = fabric.setup(model, make_optimizer(model))
+        batch = next(iter(loader))
+        loss = wrapped(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        for other in fabric.setup_dataloaders(data.val_dataloader()):
+            with torch.no_grad():
+                wrapped(**other)
+        with pytest.raises(ContextError, match="documents saw each other"):
+            fabric.backward(loss)
+
+
 def test_the_guard_skips_steps_that_are_not_finite_and_stops(loop):
     batches = iter(loop.loader)
     before = trained(loop.plain)
@@ -245,6 +310,13 @@ class TestMisuse:
             loop.model(input_ids=next(batches)["input_ids"])
         with pytest.raises(ContextError, match="documents saw each other"):
             next(batches)
+
+    def test_a_batch_whose_context_is_dropped_while_a_later_one_is_there(self, loop):
+        batches = iter(loop.loader)
+        batch, _ = next(batches), next(batches)
+        loss = loop.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        with pytest.raises(ContextError, match="documents saw each other"):
+            loop.fabric.backward(loss)
 
     def test_a_loader_before_the_model(self):
         fabric = open_fabric()
