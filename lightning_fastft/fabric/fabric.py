@@ -230,13 +230,15 @@ class FastFTFabric(Fabric):
         )
 
     def load(self, path: str | Path, state: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Verify and load a checkpoint.
+        """Verify and load a checkpoint; with ``strict=False``, warn of trained weights that it does not have, and of
+        weights that the module does not have.
 
         Raises:
             DamagedCheckpointError: Its bytes have changed since they were written.
             UnsafeCheckpointError: It holds more than tensors and plain types.
         """
-        remainder = super().load(path, state, *args, **kwargs)
+        with self._fastft.comparing_weights():
+            remainder = super().load(path, state, *args, **kwargs)
         self._fastft.refresh()
         return remainder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.wrappers import _unwrap_compiled
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fastft.callbacks.optimizer_judge import list_names
 from lightning_fastft.core.errors import ContextError, NotTrainingError, OptionError
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.fabric.handed import Handed, HandedBatches
@@ -218,6 +220,34 @@ class LoopRun:
                 self._call("on_save_checkpoint", checkpoint)
                 whole[key] = checkpoint["state_dict"]
         return whole
+
+    @contextlib.contextmanager
+    def comparing_weights(self) -> Iterator[None]:
+        """Warn of trained weights that a load in this block does not find, and of those that it does not use."""
+        module, found = self.lightning_module, []
+        if module is None:
+            yield
+            return
+        handle = module.register_load_state_dict_post_hook(lambda _, keys: found.append(keys))
+        try:
+            yield
+        finally:
+            handle.remove()
+        trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
+        for missing, unexpected in found:
+            kinds = (
+                (
+                    [name for name in missing if name in trained],
+                    "is without {} trained tensors of the module, unchanged",
+                ),
+                (unexpected, "has {} tensors that the module does not have, not loaded"),
+            )
+            for names, what in kinds:
+                if names:
+                    rank_zero_warn(
+                        f"The checkpoint {what.format(len(names))}: {list_names(names)}. Build the model as in the run "
+                        "of the checkpoint."
+                    )
 
     def refresh(self) -> None:
         """Make low-precision copies of adapters equal to their masters."""

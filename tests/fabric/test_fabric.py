@@ -1,4 +1,6 @@
 import itertools
+import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import LoraConfig, get_peft_model
 
 from lightning_fastft import (
     FineTuner,
@@ -26,6 +29,7 @@ from tests.support.fabric_loops import (
     run_trainer,
     trained,
 )
+from tests.support.tiny_models import build_tiny
 from tests.support.two_ranks import run_two_ranks
 
 
@@ -158,6 +162,30 @@ def test_a_checkpoint_resumes_the_run_and_damage_is_found(tmp_path, loop):
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpointError):
         loop.fabric.load(path, state)
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (["q_proj", "v_proj", "o_proj"], []),
+        (["k_proj"], ["without 4 trained tensors.*k_proj", "has 12 tensors that the module does not have.*q_proj"]),
+        (["q_proj", "v_proj", "o_proj", "k_proj"], ["without 4 trained tensors.*k_proj"]),
+        (["q_proj"], ["has 8 tensors that the module does not have.*v_proj"]),
+    ],
+)
+def test_adapters_of_a_checkpoint_that_do_not_fit_the_module_are_told(tmp_path, loop, targets, told):
+    is_adapter = {"model": lambda name, _: "lora_" in name}
+    loop.fabric.save(tmp_path / "adapters.ckpt", {"model": loop.model}, filter=is_adapter)
+    model = get_peft_model(build_tiny("qwen3", attention="sdpa"), LoraConfig(r=4, target_modules=targets)).train()
+    fabric = open_fabric()
+    with fabric, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        wrapped, _ = fabric.setup(model, make_optimizer(model))
+        fabric.load(tmp_path / "adapters.ckpt", {"model": wrapped}, strict=False)
+    said = [str(warning.message) for warning in found if "The checkpoint" in str(warning.message)]
+    assert len(said) == len(told)
+    for line, pattern in zip(said, told):
+        assert re.search(pattern, line)
 
 
 def test_a_resumed_run_begins_at_an_accumulation_window():
