@@ -69,7 +69,8 @@ class HandedBatches:
     def __init__(self) -> None:
         self._entries: list[Handed] = []
         self._call: bool | None = None
-        self._has_unread_call = False
+        # Whether the last call read no batch, and whether one with gradients did since the last backward.
+        self._has_unread_call = self._has_unread_graph = False
 
     def add(self, batch: Any, *, awaits_backward: bool) -> Handed:
         """Add a batch that a loader hands out."""
@@ -93,6 +94,7 @@ class HandedBatches:
         is_read = [each.note_call(has_graph=call) for each in self._entries]
         if call is not None:
             self._has_unread_call = bool(is_read) and not any(is_read)
+            self._has_unread_graph |= call and self._has_unread_call
 
     def finish(self, entry: Handed) -> tuple[bool, bool]:
         """Return whether a batch whose successor is asked for has ended without a backward, and whether a call of the
@@ -109,18 +111,20 @@ class HandedBatches:
 
     def take(self) -> list[Handed]:
         """Return the batches that a backward trains, which are handed no longer: those that were read with gradients
-        enabled, or, if there is none, the last one.
+        enabled, or, if there is none or another call read none, the last one.
         """
         self.settle()
         trained = [each for each in self._entries if each.is_read and each.has_graph is not False]
         left = [each for each in self._entries if not each.is_read and each.batch is not None]
-        if not trained:
+        if left and (not trained or self._has_unread_graph):
             trained, left = left[-1:], left[:-1]
         # A validation between the forward and the backward may have left one.
         trained = [each for each in trained if each.awaits_backward] or trained
-        self._entries, self._has_unread_call = left, False
+        self._entries = left
+        self._has_unread_call = self._has_unread_graph = False
         return trained
 
     def clear(self) -> None:
         """Forget all batches."""
-        self._entries, self._call, self._has_unread_call = [], None, False
+        self._entries, self._call = [], None
+        self._has_unread_call = self._has_unread_graph = False

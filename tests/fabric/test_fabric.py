@@ -346,6 +346,16 @@ class TestMisuse:
         with pytest.raises(ContextError, match="documents saw each other"):
             loop.fabric.backward(loss)
 
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_a_batch_whose_context_is_dropped_in_one_of_two_calls(self, loop, is_first):
+        batches = iter(loop.loader)
+        dropped, whole = next(batches), next(batches)
+        calls = [lambda: loop.model(input_ids=dropped["input_ids"], labels=dropped["labels"]).loss]
+        calls.insert(is_first, lambda: loop.model(**whole).loss)
+        loss = sum(call() for call in calls)
+        with pytest.raises(ContextError, match="documents saw each other"):
+            loop.fabric.backward(loss)
+
     def test_a_loader_before_the_model(self):
         fabric = open_fabric()
         loader = fabric.setup_datamodule(make_data())
