@@ -52,7 +52,7 @@ class FiniteGuard(GivenOnce, Callback):
     skipped step once its flag is on the host. The run stops when max_skips of the last 100 steps were skipped.
 
     With ``Trainer(precision="16-mixed")`` the callback is inactive, because the loss scaler skips such steps. Manual
-    optimization is refused.
+    optimization is refused, and so are several optimizers in a loop of FastFTFabric.
 
     Args:
         max_skips: Number of skipped steps among the last 100 that stops the run, 1 to 100.
@@ -195,6 +195,14 @@ class FiniteGuard(GivenOnce, Callback):
                 STATUS_NAME,
                 "inactive",
                 f"the loss scaler of precision={str(trainer.precision)!r} skips such steps itself",
+            )
+        if len(trainer.optimizers) > 1:
+            # One optimizer would step where the other skips.
+            return Status(
+                STATUS_NAME,
+                "refused",
+                f"{len(trainer.optimizers)} optimizers, which do not skip a step together",
+                "give all weights to one optimizer",
             )
         optimizer: Any = trainer.optimizers[0]
         name = type(optimizer).__name__

@@ -168,7 +168,7 @@ class FastFTFabric(Fabric):
             data.prepare_data()
         self.barrier()
         data.setup("fit")
-        return NotingLoader(data.train_dataloader(), run)
+        return NotingLoader(data.train_dataloader(), run, is_training=True)
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
         """Set up loaders of packed batches, of a PackedDataModule or of ``DataLoader(collate_fn=collate)``."""
@@ -199,11 +199,16 @@ class FastFTFabric(Fabric):
         ``error_if_nonfinite`` then has no effect: use FiniteGuard, which skips such steps.
         """
         inner = _unwrap_objects(optimizer)
-        max_norm = kwargs.get("max_norm")
-        if isinstance(inner, FusedAdamW) and max_norm is not None and not args and kwargs.get("norm_type", 2) == 2:
+        max_norm, clip_val = kwargs.get("max_norm"), args[0] if args else kwargs.get("clip_val")
+        is_2_norm = clip_val is None and not args and kwargs.get("norm_type", 2) == 2
+        if isinstance(inner, FusedAdamW) and max_norm is not None and is_2_norm:
             return inner.clip_next(float(max_norm))
         # Clipping hides infinite gradients, so the callbacks check them first.
-        self._fastft.before_step(inner)
+        self._fastft.before_step(inner, clip_val=clip_val)
+        # FiniteGuard(unsupported="wait") drops those of a bad step, and torch cannot clip none by value.
+        grads = [each.grad for group in inner.param_groups for each in group["params"] if each.grad is not None]
+        if clip_val is not None and not grads:
+            return None
         return super().clip_gradients(module, optimizer, *args, **kwargs)
 
     def save(
@@ -225,13 +230,15 @@ class FastFTFabric(Fabric):
         )
 
     def load(self, path: str | Path, state: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Verify and load a checkpoint.
+        """Verify and load a checkpoint; with ``strict=False``, warn of trained weights that it does not have, and of
+        weights that the module does not have.
 
         Raises:
             DamagedCheckpointError: Its bytes have changed since they were written.
             UnsafeCheckpointError: It holds more than tensors and plain types.
         """
-        remainder = super().load(path, state, *args, **kwargs)
+        with self._fastft.comparing_weights():
+            remainder = super().load(path, state, *args, **kwargs)
         self._fastft.refresh()
         return remainder
 

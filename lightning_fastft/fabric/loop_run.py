@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.wrappers import _unwrap_compiled
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fastft.callbacks.optimizer_judge import list_names
 from lightning_fastft.core.errors import ContextError, NotTrainingError, OptionError
 from lightning_fastft.core.status import Status, render_status_table
+from lightning_fastft.fabric.handed import Handed, HandedBatches
 from lightning_fastft.strategies.ddp import prepare_for_ddp
-from lightning_fastft.strategies.packed_steps import CheckRead, PackedSteps, environment_of
+from lightning_fastft.strategies.packed_steps import PackedSteps, environment_of, find_packed_batches
 from lightning_fastft.strategies.patching import patcher_of
 from lightning_fastft.training.optimizer import FusedAdamW
 
 if TYPE_CHECKING:
-    import torch
     from lightning.fabric import Fabric
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback
@@ -34,7 +37,6 @@ class LoopRun:
 
     scaler = None
     precision = "32-true"
-    gradient_clip_val = gradient_clip_algorithm = None
 
     def __init__(self, fabric: Fabric, packed_steps: PackedSteps, callbacks: list[Callback]) -> None:
         self.callbacks = callbacks
@@ -42,14 +44,16 @@ class LoopRun:
         self.lightning_module: Any = None
         self.optimizers: list[Optimizer] = []
         self.global_step = 0
+        # Of the step that is being made.
+        self.gradient_clip_val: float | None = None
+        self.gradient_clip_algorithm: str | None = None
         self.fabric = fabric
         self._packed_steps = packed_steps
         self._given = tuple(callbacks)
         self._copies: Any = None
-        self._batch: Any = None
-        self._check_read: CheckRead | None = None
+        self._handed = HandedBatches()
         self._batch_idx = 0
-        self._was_called = self._has_backward = self._is_judged = False
+        self._has_backward = self._is_judged = False
 
     strategy = property(lambda self: self.fabric.strategy)
     world_size = property(lambda self: self.fabric.world_size)
@@ -103,7 +107,7 @@ class LoopRun:
         """Start what needs the module on its device."""
 
         def note_call(*_: Any) -> None:
-            self._was_called = True
+            self._handed.begin_call(has_graph=torch.is_grad_enabled())
 
         patcher.add_undo(wrapped._forward_module.register_forward_pre_hook(note_call).remove)
         if self.datamodule is not None and self.datamodule.loop is not None:
@@ -132,20 +136,22 @@ class LoopRun:
         for optimizer in optimizers:
             patcher.add_undo(optimizer.register_step_post_hook(self._end_step).remove)
 
-    def begin(self, batch: Any) -> None:
-        """Record a batch that the loop receives."""
+    def begin(self, batch: Any, *, awaits_backward: bool) -> Handed:
+        """Record a batch that the loop receives, and may receive before it has trained earlier ones."""
         if self.lightning_module is None:
             raise ContextError(
                 "No model is set up for the packed batches of this loader: call model, optimizer = "
                 "fabric.setup(model, optimizer) before the loop."
             )
-        self._batch, self._check_read, self._was_called = batch, self._packed_steps.begin(batch), False
+        self._packed_steps.begin(batch)
+        return self._handed.add(batch, awaits_backward=awaits_backward)
 
-    def finish_batch(self) -> None:
+    def finish_batch(self, entry: Handed) -> None:
         """Check a batch that had a forward and no backward, as in validation."""
-        if self._check_read is not None and self._was_called and self.lightning_module is not None:
-            self._check_read(self.lightning_module, where="the loop")
-        self._batch = self._check_read = None
+        if self.lightning_module is not None:
+            has_ended, was_called = self._handed.finish(entry)
+            if has_ended and was_called:
+                self._check([entry])
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Check the batch of a loss before its backward."""
@@ -153,29 +159,37 @@ class LoopRun:
             raise OptionError(
                 "fabric.backward comes before fabric.setup: call model, optimizer = fabric.setup(model, optimizer)."
             )
-        if self.world_size > 1 and self._batch is not None and not self._was_called:
+        trained = self._handed.take()
+        if self.world_size > 1 and trained and not any(entry.has_graph for entry in trained):
             raise ContextError(
                 f"{type(self.lightning_module).__name__} was called past DDP, so its gradients would differ between "
                 "ranks: call the module that fabric.setup returned."
             )
         if not self._has_backward:
             self._packed_steps.check_training_mode()
-        if self._check_read is not None:
-            self._check_read(self.lightning_module, where="the loop")
-        batch, self._batch, self._check_read = self._batch, None, None
-        if batch is not None:
-            self._call("on_train_batch_start", batch, self._batch_idx)
+        self._check(trained)
+        for entry in trained:
+            self._call("on_train_batch_start", entry.batch, self._batch_idx)
             self._batch_idx += 1
-            if self.datamodule is not None and getattr(batch, "index", -1) >= 0:
-                self.datamodule.count_by_hand(batch)
+            if self.datamodule is not None and getattr(entry.batch, "index", -1) >= 0:
+                self.datamodule.count_by_hand(entry.batch)
         self._call("on_before_backward", loss)
         self._has_backward = True
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Let the callbacks check the gradients, once per step."""
+    def _check(self, entries: list[Handed]) -> None:
+        """Refuse packed batches of which no attention layer read one."""
+        packed = [found for entry in entries for found in find_packed_batches(entry.batch)]
+        before = [reads for entry in entries for reads in entry.reads_before]
+        self._packed_steps.check_read(packed, before, self.lightning_module, where="the loop")
+
+    def before_step(self, optimizer: Optimizer, *, clip_val: float | None = None) -> None:
+        """Let the callbacks check the gradients, once per step; they are clipped by value next if clip_val is given."""
         if not self._is_judged:
             self._is_judged = True
+            if clip_val is not None:
+                self.gradient_clip_val, self.gradient_clip_algorithm = clip_val, "value"
             self._call("on_before_optimizer_step", optimizer)
+            self.gradient_clip_val = self.gradient_clip_algorithm = None
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
@@ -207,6 +221,34 @@ class LoopRun:
                 whole[key] = checkpoint["state_dict"]
         return whole
 
+    @contextlib.contextmanager
+    def comparing_weights(self) -> Iterator[None]:
+        """Warn of trained weights that a load in this block does not find, and of those that it does not use."""
+        module, found = self.lightning_module, []
+        if module is None:
+            yield
+            return
+        handle = module.register_load_state_dict_post_hook(lambda _, keys: found.append(keys))
+        try:
+            yield
+        finally:
+            handle.remove()
+        trained = {name for name, weight in module.named_parameters() if weight.requires_grad}
+        for missing, unexpected in found:
+            kinds = (
+                (
+                    [name for name in missing if name in trained],
+                    "is without {} trained tensors of the module, unchanged",
+                ),
+                (unexpected, "has {} tensors that the module does not have, not loaded"),
+            )
+            for names, what in kinds:
+                if names:
+                    rank_zero_warn(
+                        f"The checkpoint {what.format(len(names))}: {list_names(names)}. Build the model as in the run "
+                        "of the checkpoint."
+                    )
+
     def refresh(self) -> None:
         """Make low-precision copies of adapters equal to their masters."""
         if self._copies is not None:
@@ -225,7 +267,8 @@ class LoopRun:
             # The first callback undoes the patches.
             self._call("teardown", "fit")
             self.callbacks[:] = self._given
-            self.lightning_module = self._copies = self._batch = self._check_read = None
+            self.lightning_module = self._copies = None
+            self._handed.clear()
             self.optimizers = []
             self._has_backward = self._is_judged = False
 
@@ -238,10 +281,16 @@ class LoopRun:
 
 
 class NotingLoader:
-    """Yield the batches of a loader on the device, and record each in the run."""
+    """Yield the batches of a loader on the device, and record each in the run.
 
-    def __init__(self, loader: Any, run: LoopRun) -> None:
-        self._loader, self._run = loader, run
+    Args:
+        loader: The loader.
+        run: The run.
+        is_training: Whether its batches are trained, so that the loop may look ahead.
+    """
+
+    def __init__(self, loader: Any, run: LoopRun, *, is_training: bool = False) -> None:
+        self._loader, self._run, self._is_training = loader, run, is_training
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -249,9 +298,9 @@ class NotingLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
             moved = self._run.fabric.to_device(batch)
-            self._run.begin(moved)
+            entry = self._run.begin(moved, awaits_backward=self._is_training)
             yield moved
-            self._run.finish_batch()
+            self._run.finish_batch(entry)
 
 
 def _install_copies(module: nn.Module, patcher: ModelPatcher) -> Any:

@@ -15,7 +15,7 @@ from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_bool, check_int, check_string
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.given_once import GivenOnce
-from lightning_fastft.strategies.packed_steps import find_packed_batches
+from lightning_fastft.strategies.packed_steps import find_packed_batches, is_planned
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -129,7 +129,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._num_tokens += sum(found.context.num_real_tokens for found in find_packed_batches(batch))
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if self.is_enabled and isinstance(loss, torch.Tensor):
-            self._add(trainer, loss.detach())
+            self._add(trainer, loss.detach(), is_divided=is_planned(batch))
             if (batch_idx + 1) % self.refresh_rate == 0:
                 names, value, self._step = self._window_names, loss if self._step is None else self._step, None
                 # Also inside a window: finished copies show the progress of the device for tokens per second.
@@ -179,8 +179,14 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._sum = self._step = None
         self._num_summed = 0
 
-    def _add(self, trainer: Trainer, loss: torch.Tensor) -> None:
-        """Add loss and values of a micro-batch to its window; at the end of a window, compute those of the step."""
+    def _add(self, trainer: Trainer, loss: torch.Tensor, *, is_divided: bool) -> None:
+        """Add loss and values of a micro-batch to its window; at the end of a window, compute those of the step.
+
+        Args:
+            trainer: Has the micro-batches of a whole window.
+            loss: Divided by them.
+            is_divided: Whether the losses of a shorter window are larger for that.
+        """
         num_micro_batches = trainer.accumulate_grad_batches
         logged = logged_step_values(trainer) if self.names else {}
         if self._sum is None:
@@ -191,8 +197,11 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         if num_micro_batches > 1 and trainer.global_step == self._last_global_step:
             return
         # Lightning divides losses by the micro-batches of a full window. The last window of an epoch may be shorter.
-        is_whole = self._num_summed == num_micro_batches
-        self._step = self._sum if is_whole else self._sum * (num_micro_batches / self._num_summed)
+        self._step = self._sum
+        if self._num_summed != num_micro_batches:
+            self._step = self._sum * (num_micro_batches / self._num_summed)
+            if is_divided:
+                self._step[0] = self._sum[0]
         self._sum, self._num_summed, self._last_global_step = None, 0, trainer.global_step
 
     def _take_in(self) -> None:

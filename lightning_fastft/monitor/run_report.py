@@ -27,6 +27,7 @@ from lightning_fastft.monitor.report.copies import StepProfile
 from lightning_fastft.monitor.report.record import RunRecord
 from lightning_fastft.monitor.report.timing import EPOCH_START, RECORDED, Batch
 from lightning_fastft.monitor.report.verdict import summarize
+from lightning_fastft.strategies.packed_steps import is_planned
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 
 if TYPE_CHECKING:
@@ -210,7 +211,8 @@ class RunReport(GivenOnce, Callback):
             names = tuple(name for name in logged if name != TRAINING_LOSS)[:MOST_VALUES]
             values = torch.stack([value.float().reshape(()) for value in (loss, *map(logged.__getitem__, names))])
             # Lightning divides the loss by the micro-batches of a window.
-            self._copies.push((self._run.step, trainer.accumulate_grad_batches, has_stepped, names), values)
+            about = (self._run.step, trainer.accumulate_grad_batches, is_planned(batch), has_stepped, names)
+            self._copies.push(about, values)
         self._run.num_batches += 1
         if has_stepped:
             self._last_global_step = trainer.global_step

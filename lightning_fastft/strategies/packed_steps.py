@@ -137,11 +137,12 @@ class PackedSteps:
             for found in batches:
                 found.context.attention_backend = self.attention
         # A loader that keeps its batches may return one twice, so only the reads of this step count.
-        return functools.partial(self._check_read, batches, [found.context.reads.copy() for found in batches])
+        return functools.partial(self.check_read, batches, [found.context.reads.copy() for found in batches])
 
-    def _check_read(
+    def check_read(
         self, batches: list[PackedBatch], reads_before: list[Counter[str]], module: nn.Module, *, where: str
     ) -> None:
+        """Raise a ContextError if no attention layer read one of several batches since ``reads_before``."""
         reads: Counter[str] = Counter()
         for batch, before in zip(batches, reads_before):
             reads += batch.context.reads - before
@@ -178,6 +179,14 @@ def find_packed_batches(batch: Any) -> list[PackedBatch]:
     elif isinstance(batch, (list, tuple)):
         members = batch
     return [member for member in members if isinstance(member, PackedBatch)]
+
+
+def is_planned(batch: Any) -> bool:
+    """Return whether the loss of a batch is divided for its own accumulation window, as a PackedDataModule plans it.
+
+    A window that ``limit_train_batches`` cuts has fewer micro-batches, and the loss of each is larger for that.
+    """
+    return any(found.index >= 0 for found in find_packed_batches(batch))
 
 
 def check_loaders(trainer: Trainer) -> None:

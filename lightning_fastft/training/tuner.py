@@ -268,7 +268,8 @@ class Tuner(EvaluatedCausalLM):
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
         if isinstance(self.scheduler, str):
-            num_steps = self.trainer.estimated_stepping_batches
+            # Lightning gives a run that trains nothing the length of an endless one.
+            num_steps = self.trainer.estimated_stepping_batches if self.trainer.limit_train_batches else 0
             warn_of_new_schedule(self.trainer, self.scheduler, num_steps=num_steps)
             is_counted = num_steps == self.trainer.max_steps
             share_of_peak = make_schedule(

@@ -1,4 +1,6 @@
 import itertools
+import re
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import LoraConfig, get_peft_model
 
 from lightning_fastft import (
     FineTuner,
@@ -26,6 +29,7 @@ from tests.support.fabric_loops import (
     run_trainer,
     trained,
 )
+from tests.support.tiny_models import build_tiny
 from tests.support.two_ranks import run_two_ranks
 
 
@@ -160,6 +164,30 @@ def test_a_checkpoint_resumes_the_run_and_damage_is_found(tmp_path, loop):
         loop.fabric.load(path, state)
 
 
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (["q_proj", "v_proj", "o_proj"], []),
+        (["k_proj"], ["without 4 trained tensors.*k_proj", "has 12 tensors that the module does not have.*q_proj"]),
+        (["q_proj", "v_proj", "o_proj", "k_proj"], ["without 4 trained tensors.*k_proj"]),
+        (["q_proj"], ["has 8 tensors that the module does not have.*v_proj"]),
+    ],
+)
+def test_adapters_of_a_checkpoint_that_do_not_fit_the_module_are_told(tmp_path, loop, targets, told):
+    is_adapter = {"model": lambda name, _: "lora_" in name}
+    loop.fabric.save(tmp_path / "adapters.ckpt", {"model": loop.model}, filter=is_adapter)
+    model = get_peft_model(build_tiny("qwen3", attention="sdpa"), LoraConfig(r=4, target_modules=targets)).train()
+    fabric = open_fabric()
+    with fabric, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        wrapped, _ = fabric.setup(model, make_optimizer(model))
+        fabric.load(tmp_path / "adapters.ckpt", {"model": wrapped}, strict=False)
+    said = [str(warning.message) for warning in found if "The checkpoint" in str(warning.message)]
+    assert len(said) == len(told)
+    for line, pattern in zip(said, told):
+        assert re.search(pattern, line)
+
+
 def test_a_resumed_run_begins_at_an_accumulation_window():
     data = make_data()
     fabric = open_fabric()
@@ -172,6 +200,71 @@ def test_a_resumed_run_begins_at_an_accumulation_window():
             fabric.backward(wrapped(**batch).loss / ACCUMULATE)
             indices.append(batch.index)
         assert next(iter(loader)).index == indices[2] == 2
+
+
+def one_by_one(batches):
+    yield from batches
+
+
+def all_at_once(batches):
+    yield from list(batches)
+
+
+def by_windows(batches):
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, 2)):
+        yield from window
+
+
+@pytest.mark.parametrize("hand_out", [all_at_once, by_windows])
+def test_a_loop_may_ask_for_later_batches_first(hand_out):
+    found = []
+    for order in (one_by_one, hand_out):
+        model, data = make_model("qwen3"), make_data()
+        fabric = open_fabric(callbacks=[GradientHealth(num_steps=3), FiniteGuard()])
+        loader = fabric.setup_datamodule(data)
+        with fabric:
+            wrapped, optimizer = fabric.setup(model, make_optimizer(model))
+            positions = []
+            for batch in order(loader):
+                fabric.backward(wrapped(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                positions.append((batch.index + 1, data.state_dict()["micro_batches"]))
+            assert all(index == position for index, position in positions)
+            assert {status.name: status.state for status in fabric.statuses()}["gradient health"] == "active"
+        found.append((positions, trained(model)))
+    (positions, weights), (other_positions, other_weights) = found
+    assert positions == other_positions
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_a_batch_may_be_asked_for_between_forward_and_backward(loop):
+    batches = iter(loop.loader)
+    batch, indices = next(batches), []
+    while batch is not None and len(indices) < 3:
+        loss = loop.model(**batch).loss
+        following = next(batches)
+        loop.fabric.backward(loss)
+        loop.optimizer.step()
+        indices.append(loop.data.state_dict()["micro_batches"])
+        batch = following
+    assert indices == [1, 2, 3]
+
+
+def test_an_evaluation_before_the_backward_hides_no_dropped_context():
+    model, data = make_model("qwen3"), make_data(val_share=0.3)
+    fabric = open_fabric()
+    loader = fabric.setup_datamodule(data)
+    with fabric:
+        wrapped, _ = fabric.setup(model, make_optimizer(model))
+        batch = next(iter(loader))
+        loss = wrapped(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        for other in fabric.setup_dataloaders(data.val_dataloader()):
+            with torch.no_grad():
+                wrapped(**other)
+        with pytest.raises(ContextError, match="documents saw each other"):
+            fabric.backward(loss)
 
 
 def test_the_guard_skips_steps_that_are_not_finite_and_stops(loop):
@@ -187,7 +280,52 @@ def test_the_guard_skips_steps_that_are_not_finite_and_stops(loop):
         loop.fabric.close()
 
 
+class Enlarged(torch.autograd.Function):
+    """A number whose gradient is far too large, as after an overflow in the backward."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1e30
+
+
+@pytest.mark.parametrize("optimizer", ["FusedAdamW", "AdamW of torch, read by the host"])
+def test_the_guard_sees_gradients_before_they_are_clipped_by_value(optimizer):
+    model = make_model("qwen3")
+    weights = [each for each in model.parameters() if each.requires_grad]
+    inner = FusedAdamW(weights) if optimizer == "FusedAdamW" else torch.optim.AdamW(weights)
+    fabric = open_fabric(callbacks=[FiniteGuard(unsupported="wait")])
+    loader = fabric.setup_datamodule(make_data())
+    with fabric:
+        wrapped, outer = fabric.setup(model, inner)
+        before = trained(model)
+        fabric.backward(Enlarged.apply(wrapped(**next(iter(loader))).loss))
+        fabric.clip_gradients(wrapped, outer, clip_val=1e-3)
+        outer.step()
+        assert all(torch.equal(before[name], weight) for name, weight in trained(model).items())
+        with pytest.warns(UserWarning, match="Optimizer step 1 was skipped: gradients"):
+            fabric.close()
+
+
+def test_the_guard_says_that_several_optimizers_do_not_skip_together():
+    model, guard = make_model("qwen3"), FiniteGuard()
+    weights = [each for each in model.parameters() if each.requires_grad]
+    fabric = open_fabric(callbacks=[guard])
+    with fabric:
+        with pytest.warns(UserWarning, match="guards nothing.*2 optimizers"):
+            fabric.setup(model, FusedAdamW(weights[::2]), FusedAdamW(weights[1::2]))
+        assert guard.status().state == "refused"
+
+
 class TestMisuse:
+    def test_two_kinds_of_clipping(self, loop):
+        loop.fabric.backward(loop.model(**next(iter(loop.loader))).loss)
+        with pytest.raises(ValueError, match="Only one of"):
+            loop.fabric.clip_gradients(loop.model, loop.optimizer, clip_val=1.0, max_norm=1.0)
+
     def test_a_batch_whose_context_is_dropped(self, loop):
         batch = next(iter(loop.loader))
         loss = loop.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
@@ -200,6 +338,23 @@ class TestMisuse:
             loop.model(input_ids=next(batches)["input_ids"])
         with pytest.raises(ContextError, match="documents saw each other"):
             next(batches)
+
+    def test_a_batch_whose_context_is_dropped_while_a_later_one_is_there(self, loop):
+        batches = iter(loop.loader)
+        batch, _ = next(batches), next(batches)
+        loss = loop.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        with pytest.raises(ContextError, match="documents saw each other"):
+            loop.fabric.backward(loss)
+
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_a_batch_whose_context_is_dropped_in_one_of_two_calls(self, loop, is_first):
+        batches = iter(loop.loader)
+        dropped, whole = next(batches), next(batches)
+        calls = [lambda: loop.model(input_ids=dropped["input_ids"], labels=dropped["labels"]).loss]
+        calls.insert(is_first, lambda: loop.model(**whole).loss)
+        loss = sum(call() for call in calls)
+        with pytest.raises(ContextError, match="documents saw each other"):
+            loop.fabric.backward(loss)
 
     def test_a_loader_before_the_model(self):
         fabric = open_fabric()

@@ -1,15 +1,18 @@
 """FastFTProgressBar: loss and tokens per second from values that have arrived, none read from the device."""
 
+import json
 import warnings
 from unittest import mock
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 
 from lightning_fastft.monitor.progress_bar import FastFTProgressBar
+from lightning_fastft.monitor.run_report import RunReport
 from lightning_fastft.strategies.registry import register_strategies
-from tests.support.training_parts import PlainModule, SaveAtStep, packed_loader, tiny_llama
+from tests.support.training_parts import PlainModule, SaveAtStep, packed_loader, quiet_data, tiny_llama
 
 register_strategies()
 
@@ -91,6 +94,48 @@ def test_shows_the_loss_of_the_step_and_tokens_per_second(tmp_path, accumulate):
         truth.append(shown)
     assert [metrics.get("loss") for metrics in bar.seen[:6]] == truth
     assert float(bar.seen[5]["tok/s"].replace(",", "")) > 0
+
+
+class KeepsMeans(PlainModule):
+    """Keeps the labelled tokens of each pack, and the mean loss over these alone."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.weights, self.means = [], []
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.means.append(float(self.model(**{**batch, "num_items_in_batch": None}).loss))
+        self.weights.append(batch.context.num_labelled)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"limit_train_batches": 5, "max_epochs": 2}, {"overfit_batches": 5, "max_epochs": 2}, {"fast_dev_run": 5}],
+)
+def test_a_window_that_a_limit_cuts_is_shown_as_the_mean_over_its_labelled_tokens(tmp_path, options):
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": rng.integers(1, 90, size=size).tolist()} for size in rng.integers(3, 30, size=40)]
+    module, bar, report = KeepsMeans(tiny_llama()), RecordingBar(), RunReport(tmp_path / "run.html", profile_step=None)
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        strategy="fastft",
+        callbacks=[bar, report],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=2,
+        **options,
+    )
+    trainer.fit(module, quiet_data(rows, max_tokens=32))
+    windows = [slice(begin + i, begin + min(i + 2, 5)) for begin in range(0, len(module.means), 5) for i in (0, 2, 4)]
+    truth = [np.average(module.means[window], weights=module.weights[window]) for window in windows]
+    points = json.loads(report.json_path.read_text())["curves"]["loss"]["points"]
+    assert [point[2] for point in points] == pytest.approx(truth, rel=1e-4)
+    shown = dict.fromkeys(metrics["loss"] for metrics in bar.seen if "loss" in metrics)
+    assert list(shown) == [f"{point[2]:.3f}" for point in points]
 
 
 class LogsReward(KeepsLosses):

@@ -389,3 +389,13 @@ def test_wrong_option_of_fused_adamw_is_answered_without_other_advice(tmp_path):
     module = tuner(lora=None, optimizer=functools.partial(FusedAdamW, offload=2.0))
     with pytest.raises(OptionError, match=r"^offload must be [^M]+$"):
         quiet_trainer(tmp_path, strategy="fastft").fit(module, DataLoader(packed_batches(2), batch_size=None))
+
+
+def test_a_run_without_training_batches_needs_no_length(tmp_path):
+    module = tuner()
+    trainer = quiet_trainer(
+        tmp_path, strategy="fastft", max_steps=-1, max_epochs=1, limit_train_batches=0, callbacks=[Recorder()]
+    )
+    trainer.fit(module, DataLoader(packed_batches(2), batch_size=None))
+    assert trainer.state.finished
+    assert trainer.global_step == 0

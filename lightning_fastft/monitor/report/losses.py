@@ -43,13 +43,20 @@ class StepLosses:
         self._first: dict[int, float] = {}
         self._last: deque[tuple[int, float]] = deque(maxlen=NUM_ENDS)
 
-    def add(self, step: int, loss: float, *, is_last: bool) -> None:
-        """Add the loss of a micro-batch; is_last marks the last one of an optimizer step."""
+    def add(self, step: int, loss: float, *, is_last: bool, num_micro_batches: int | None = None) -> None:
+        """Add the loss of a micro-batch.
+
+        Args:
+            step: Its optimizer step.
+            loss: Its loss.
+            is_last: Whether it is the last one of its optimizer step.
+            num_micro_batches: Number by which the losses of the step are divided; None for those that were added.
+        """
         self.num_not_finite += not math.isfinite(loss)
         self._sum, self._num = self._sum + loss, self._num + 1
         if not is_last:
             return
-        mean = self._sum / self._num
+        mean = self._sum / (self._num if num_micro_batches is None else num_micro_batches)
         self._sum, self._num = 0.0, 0
         is_finite = math.isfinite(mean)
         # A step without a finite loss is recorded too, so that curves of all ranks have the same steps.

@@ -93,10 +93,12 @@ class RunRecord:
 
     def add_losses(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         """Add losses and logged values whose copies to the host are complete."""
-        for (step, num_micro_batches, is_last, names), values in arrived:
+        for (step, num_micro_batches, is_planned, is_last, names), values in arrived:
             # The values are in host memory, so this is no host sync.
             loss, *others = map(float, values)
-            self.losses.add(step, loss * num_micro_batches, is_last=is_last)
+            # Losses of a planned window have their mean over a whole one, also where the window is shorter.
+            divisor = num_micro_batches if is_planned else None
+            self.losses.add(step, loss * num_micro_batches, is_last=is_last, num_micro_batches=divisor)
             for name, value in zip(names, others):
                 self.values.setdefault(name, StepLosses()).add(step, value, is_last=is_last)
 
