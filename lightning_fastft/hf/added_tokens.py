@@ -25,7 +25,9 @@ def find_resized(model: PeftModel) -> list[str]:
     """
     base: Any = model.get_base_model()
     try:
-        on_disk = type(base.config).from_pretrained(base.name_or_path, local_files_only=True)
+        # Another revision than the one that was loaded may not be there, or have other rows.
+        revision = next(iter(model.peft_config.values())).revision or "main"
+        on_disk = type(base.config).from_pretrained(base.name_or_path, revision=revision, local_files_only=True)
     except (OSError, ValueError):
         return []
     # Not the rows of the embedding: those of mllama and moshi are more than their vocabulary.

@@ -78,11 +78,12 @@ def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
         raise DataError(f"The adapters in {folder} do not match {type(base).__name__}: {error}") from error
 
 
-def read_base_name(folder: Path) -> str:
-    """Return the name of the base in a PEFT folder; an empty string if there is none."""
+def read_base_name(folder: Path) -> tuple[str, str | None]:
+    """Return the name of the base in a PEFT folder, "" if there is none, and its revision on the hub."""
     from peft import PeftConfig
 
-    return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or "")
+    config = PeftConfig.from_pretrained(str(folder))
+    return str(config.base_model_name_or_path or ""), config.revision
 
 
 def dequantise(model: PreTrainedModel) -> PreTrainedModel:
@@ -218,7 +219,8 @@ def export_adapters(
         base: Any = model.get_base_model()
         for config in model.peft_config.values():
             # The base of loaded adapters may have moved since they were saved.
-            config.base_model_name_or_path = base.name_or_path or config.base_model_name_or_path
+            if base.name_or_path and base.name_or_path != config.base_model_name_or_path:
+                config.base_model_name_or_path, config.revision = base.name_or_path, None
         with _disk_errors():
             model.save_pretrained(str(part), save_embedding_layers=False)
             resized = save_resized(model, part / ADAPTER_WEIGHTS)

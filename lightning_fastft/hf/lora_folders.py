@@ -14,6 +14,8 @@ from lightning_fastft.hf.lora_init import ADAPTER, changes_base
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
+    from lightning_fastft.hf.loading.source import ModelSource
+
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -44,19 +46,34 @@ def read_adapter_config(folder: str) -> LoraConfig:
     return parse_lora(lora)
 
 
-def check_adapter_base(folder: str, *, base: Any, accept_other: bool) -> None:
-    """Refuse adapters of a base with another name; the last part of a path or hub id decides.
+def check_adapter_base(folder: str, *, base: Any, source: ModelSource | None, accept_other: bool) -> None:
+    """Refuse adapters of a base with another name, or of another revision of it on the hub.
+
+    The last part of a path or hub id decides. A base that was given as a model, without a source, may have any
+    revision.
 
     Raises:
-        OptionError: The names differ, and accept_other is False.
+        OptionError: The names or revisions differ, and accept_other is False.
     """
     from peft import PeftConfig
 
-    trained_on, present = str(PeftConfig.from_pretrained(folder).base_model_name_or_path or ""), str(base.name_or_path)
-    if trained_on and present and Path(trained_on).name != Path(present).name and not accept_other:
+    config = PeftConfig.from_pretrained(folder)
+    trained_on, present = str(config.base_model_name_or_path or ""), str(base.name_or_path)
+    if not trained_on or not present or accept_other:
+        return
+    if Path(trained_on).name != Path(present).name:
         raise OptionError(
             f"The adapters in {folder} were trained on {trained_on}, and the base of this run is {present}. Give that "
             "base, or accept this one with FineTuner(accept_other_base=True)."
+        )
+    if source is None or trained_on != present or Path(present).exists():
+        return
+    revision = config.revision or "main"
+    if revision != (source.revision or "main"):
+        raise OptionError(
+            f"The adapters in {folder} were trained on revision {revision!r} of {trained_on}, and this run has loaded "
+            f"{source.revision or 'main'!r}. Give FineTuner(revision={revision!r}), --model.revision {revision}, or "
+            "accept this base with accept_other_base=True."
         )
 
 

@@ -60,12 +60,14 @@ class Opened(NamedTuple):
         notes: Remarks for the user.
         record: A checkpoint's hyperparameters, ``describe_run`` and command; empty for folders.
         base: Name of the base model, or of the model itself.
+        revision: Revision of the base on the hub; None for its default branch.
     """
 
     module: FineTuner
     notes: list[str]
     record: dict[str, Any]
     base: str
+    revision: str | None
 
 
 def add_options(arguments: ArgumentParser) -> None:
@@ -200,7 +202,7 @@ def _open_checkpoint(request: Request) -> Opened:
     # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
     module.teardown("export")
     record = {name: content.get(name) for name in ("hyper_parameters", RUN_KEY, COMMAND_KEY)}
-    return _finish(module, notes, record=record, base=module.source.name)
+    return _finish(module, notes, record=record, base=module.source.name, revision=module.source.revision)
 
 
 def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
@@ -281,12 +283,12 @@ def _open_adapters(request: Request) -> Opened:
             "head. Read it with PEFT on a base that AutoModelForSequenceClassification (of steps: "
             "AutoModelForTokenClassification) has loaded with num_labels=1. fastft push without --merge uploads it."
         )
-    name = request.base or read_base_name(request.source)
+    name, revision = (request.base, None) if request.base else read_base_name(request.source)
     if not name:
         raise OptionError(f"{request.source} does not say which model its adapters belong to. Add --base NAME.")
-    dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
-    tokenizer = str(request.source) if (request.source / "tokenizer_config.json").is_file() else name
-    base = FineTuner(name, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
+    dtype = _merge_dtype(request, {"model": name, "revision": revision, "dtype": "auto"})
+    tokenizer = str(request.source) if (request.source / "tokenizer_config.json").is_file() else None
+    base = FineTuner(name, revision=revision, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     is_quantised = _is_bnb(base)
     if request.is_merged and is_quantised:
         _register_dequantise(base)
@@ -294,7 +296,7 @@ def _open_adapters(request: Request) -> Opened:
     module = FineTuner(open_adapters(base.model, request.source), tokenizer=base.tokenizer)
     weights = "dequantised from 4 bits" if is_quantised else "as its files hold them"
     notes = [f"merged into the weights of {name} {weights}, in {dtype}"] if request.is_merged else []
-    return _finish(module, notes, record={}, base=name)
+    return _finish(module, notes, record={}, base=name, revision=revision)
 
 
 def _open_whole(request: Request) -> Opened:
@@ -302,17 +304,19 @@ def _open_whole(request: Request) -> Opened:
     from lightning_fastft.training.fine_tuner import FineTuner
 
     name = str(request.source)
-    dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
+    dtype = _merge_dtype(request, {"model": name, "revision": None, "dtype": "auto"})
     module = FineTuner(name, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     module.configure_model()
     return _finish(module, [], record={}, base=name)
 
 
-def _finish(module: FineTuner, notes: list[str], *, record: dict[str, Any], base: str) -> Opened:
+def _finish(
+    module: FineTuner, notes: list[str], *, record: dict[str, Any], base: str, revision: str | None = None
+) -> Opened:
     """Set the model to evaluation, without memory for a backward."""
     module.model.eval()
     module.model.requires_grad_(requires_grad=False)
-    return Opened(module, notes, record, base)
+    return Opened(module, notes, record, base, revision)
 
 
 def _register_dequantise(module: FineTuner) -> None:
@@ -344,5 +348,6 @@ def _merge_dtype(request: Request, options: dict[str, Any]) -> str:
         return "bfloat16"
     from lightning_fastft.hf.loading.source import ModelSource
 
-    held = getattr(ModelSource(options["model"], init="random").config.get_text_config(decoder=True), "dtype", None)
+    source = ModelSource(options["model"], init="random", revision=options["revision"])
+    held = getattr(source.config.get_text_config(decoder=True), "dtype", None)
     return "bfloat16" if held is None else str(held).removeprefix("torch.")
