@@ -86,20 +86,25 @@ def read_base_name(folder: Path) -> tuple[str, str | None]:
     return str(config.base_model_name_or_path or ""), config.revision
 
 
-def dequantise(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model with every NF4 weight dequantised to its compute dtype; dense weights do not change.
+def dequantise(model: PreTrainedModel, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model with every NF4 weight dequantised to its compute dtype, and then all weights cast to a dtype.
+
+    Weights that the model holds in another dtype than its own, such as routers in fp32, and buffers are not cast.
 
     Cost:
         Memory for the dense weights on the device of the model.
     """
+    held = model.dtype
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if isinstance(parameter, ExpertsNF4):
                 module._parameters[name] = nn.Parameter(parameter.dense(), requires_grad=False)
     if getattr(model, "hf_quantizer", None) is not None:
-        dtype = model.dtype
-        model = model.dequantize(dtype=dtype)
-        model.config.dtype = dtype
+        model = model.dequantize(dtype=held)
+    for parameter in model.parameters():
+        if parameter.dtype is held:
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     return model
 
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -185,17 +186,23 @@ def _open_checkpoint(request: Request) -> Opened:
     content = _read_checkpoint(request.source)
     options = _tuner_options(request, content)
     has_adapters = options.get("lora") is not None
+    dtype, is_quantised = options["dtype"], options.get("quantization") is not None
+    is_cast = request.is_merged and has_adapters and (is_quantised or options["init"] == "random")
+    if is_cast:
+        # NF4 codes and random weights depend on the dtype: they are made in that of the run, and then cast.
+        options["dtype"] = content["fastft_base"].get("dtype", dtype)
     # Random weights are recreated from the seed of the run.
     torch.manual_seed(content["fastft_base"]["seed"])
     module = FineTuner(**options).to(request.device)
     assert module.source is not None
     notes = []
-    if request.is_merged and has_adapters and options.get("quantization") is not None:
+    if request.is_merged and has_adapters and is_quantised:
         notes.append(
-            f"merged into the weights of {module.source.name} dequantised from NF4 to {options['dtype']}, as in "
-            "training; they differ from the original weights by the 4-bit rounding"
+            f"merged into the weights of {module.source.name} dequantised from NF4 to {dtype}, as in training; they "
+            "differ from the original weights by the 4-bit rounding"
         )
-        _register_dequantise(module)
+    if is_cast:
+        _register_dequantise(module, dtype)
     module.configure_model()
     module.on_load_checkpoint(content)
     module.load_state_dict(content["state_dict"], strict=not has_adapters)
@@ -291,7 +298,7 @@ def _open_adapters(request: Request) -> Opened:
     base = FineTuner(name, revision=revision, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     is_quantised = _is_bnb(base)
     if request.is_merged and is_quantised:
-        _register_dequantise(base)
+        _register_dequantise(base, dtype)
     base.configure_model()
     module = FineTuner(open_adapters(base.model, request.source), tokenizer=base.tokenizer)
     weights = "dequantised from 4 bits" if is_quantised else "as its files hold them"
@@ -304,7 +311,7 @@ def _open_whole(request: Request) -> Opened:
     from lightning_fastft.training.fine_tuner import FineTuner
 
     name = str(request.source)
-    dtype = _merge_dtype(request, {"model": name, "revision": None, "dtype": "auto"})
+    dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
     module = FineTuner(name, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     module.configure_model()
     return _finish(module, [], record={}, base=name)
@@ -319,10 +326,11 @@ def _finish(
     return Opened(module, notes, record, base, revision)
 
 
-def _register_dequantise(module: FineTuner) -> None:
+def _register_dequantise(module: FineTuner, dtype: str) -> None:
+    from lightning_fastft.hf.dtypes import DTYPES
     from lightning_fastft.hf.export import dequantise
 
-    module.register_transform("dense weights to merge into", dequantise)
+    module.register_transform("dense weights to merge into", partial(dequantise, dtype=DTYPES[dtype]))
 
 
 def _is_bnb(module: FineTuner) -> bool:
@@ -348,6 +356,6 @@ def _merge_dtype(request: Request, options: dict[str, Any]) -> str:
         return "bfloat16"
     from lightning_fastft.hf.loading.source import ModelSource
 
-    source = ModelSource(options["model"], init="random", revision=options["revision"])
+    source = ModelSource(options["model"], init="random", revision=options.get("revision"))
     held = getattr(source.config.get_text_config(decoder=True), "dtype", None)
     return "bfloat16" if held is None else str(held).removeprefix("torch.")
