@@ -59,6 +59,8 @@ def run_export(words: Sequence[str]) -> int:
             f"{max_lora_rank} --lora-modules {shlex.quote(f'{out.name}={out}')}"
         )
     notes.append("without a tokenizer, because none is known" if tokenizer is None else "the tokenizer is included")
+    if opened.images is not None:
+        notes.append("the processor of images is included")
     if exported.is_untied:
         notes.append(
             "embedding and head are two weights now, because the adapters change one of them "

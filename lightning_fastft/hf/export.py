@@ -20,6 +20,7 @@ from lightning_fastft.core.errors import (
     list_names,
 )
 from lightning_fastft.hf.added_tokens import save_resized
+from lightning_fastft.hf.companions import write_companions
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.loading.source import auto_class
 from lightning_fastft.hf.lora import trained_adapters, without_pattern_warning
@@ -31,6 +32,8 @@ from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS, check_read_back
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightning_fastft.hf.images import ImageEncoder
 
 NUM_PROBE_TOKENS = 16
 # Kernels and weights are the same, so logits of the loaded model can differ only by the order of sums.
@@ -201,12 +204,17 @@ def _saved_as_plain(model: PeftModel, *, initial: Initial | None) -> Iterator[No
 
 
 def export_adapters(
-    model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, card: str = ""
+    model: PeftModel,
+    out: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    images: ImageEncoder | None = None,
+    card: str = "",
 ) -> Exported:
-    """Write a plain PEFT folder with adapters and tokenizer. Generation options are read from the base, as in PEFT.
+    """Write a plain PEFT folder with adapters, tokenizer and processor of images.
 
-    Then stock PEFT loads the folder onto the base, and the logits must be the same. The model cannot be used
-    afterwards.
+    Generation options are read from the base, as in PEFT. Then stock PEFT loads the folder onto the base, and the
+    logits must be the same. The model cannot be used afterwards.
 
     Raises:
         OptionError: out exists.
@@ -230,7 +238,8 @@ def export_adapters(
             model.save_pretrained(str(part), save_embedding_layers=False)
             resized = save_resized(model, part / ADAPTER_WEIGHTS)
         share_weights(part)
-        _write_companions(part, tokenizer, card=card)
+        write_companions(part, tokenizer=tokenizer, images=images)
+        _write_card(part, card)
         expected = {**get_peft_model_state_dict(model, save_embedding_layers=False), **resized}
         found = load_file(part / ADAPTER_WEIGHTS)
         _compare_tensors(expected, found, out=out)
@@ -246,9 +255,15 @@ def export_adapters(
 
 
 def export_merged(
-    model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, card: str = ""
+    model: PeftModel | PreTrainedModel,
+    out: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    images: ImageEncoder | None = None,
+    card: str = "",
 ) -> Exported:
-    """Write a plain transformers folder with all weights, adapters merged, tokenizer and generation configuration.
+    """Write a plain transformers folder with all weights, adapters merged, tokenizer, processor of images and
+    generation configuration.
 
     Stock transformers reads it back: keys, dtypes and logits must be the same, and logits must match the adapters
     within the rounding of the dtype. The model must be dense, and cannot be used afterwards.
@@ -271,7 +286,8 @@ def export_merged(
         with _disk_errors():
             merged.save_pretrained(str(part))
         share_weights(part)
-        _write_companions(part, tokenizer, card=card)
+        write_companions(part, tokenizer=tokenizer, images=images)
+        _write_card(part, card)
         again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
@@ -329,10 +345,7 @@ def _disk_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-def _write_companions(part: Path, tokenizer: PreTrainedTokenizerBase | None, *, card: str) -> None:
-    """Write tokenizer and model card next to the weights."""
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(part))
+def _write_card(part: Path, card: str) -> None:
     if card:
         (part / "README.md").write_text(card, encoding="utf-8")
 

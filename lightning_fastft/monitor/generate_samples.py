@@ -160,8 +160,10 @@ class GenerateSamples(GivenOnce, Callback):
                 log(logger, prompts, found)
 
     def _find_tokenizer(self, trainer: Trainer, pl_module: LightningModule) -> Any:
-        owners = (self, pl_module, getattr(trainer, "datamodule", None))
-        tokenizer = next((found for owner in owners if (found := getattr(owner, "tokenizer", None)) is not None), None)
+        data = getattr(trainer, "datamodule", None)
+        # The one of the data has the chat template that the model is trained with.
+        places = ((self, "tokenizer"), (data, "trained_tokenizer"), (pl_module, "tokenizer"), (data, "tokenizer"))
+        tokenizer = next((found for owner, name in places if (found := getattr(owner, name, None)) is not None), None)
         if tokenizer is None:
             raise OptionError(
                 "GenerateSamples found no tokenizer in the LightningModule or DataModule. Give it one: "

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lightning_fastft.hf.images import ImageEncoder
+    from lightning_fastft.hf.loading.source import ModelSource
     from lightning_fastft.training.fine_tuner import FineTuner
 
 
@@ -62,6 +64,7 @@ class Opened(NamedTuple):
         record: A checkpoint's hyperparameters, ``describe_run`` and command; empty for folders.
         base: Name of the base model, or of the model itself.
         revision: Revision of the base on the hub; None for its default branch.
+        images: The processor of images; None if there is none.
     """
 
     module: FineTuner
@@ -69,6 +72,7 @@ class Opened(NamedTuple):
     record: dict[str, Any]
     base: str
     revision: str | None
+    images: ImageEncoder | None
 
 
 def add_options(arguments: ArgumentParser) -> None:
@@ -208,8 +212,10 @@ def _open_checkpoint(request: Request) -> Opened:
     module.load_state_dict(content["state_dict"], strict=not has_adapters)
     # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
     module.teardown("export")
+    if module.tokenizer is not None:
+        module.tokenizer.chat_template = module.trained_tokenizer.chat_template
     record = {name: content.get(name) for name in ("hyper_parameters", RUN_KEY, COMMAND_KEY)}
-    return _finish(module, notes, record=record, base=module.source.name, revision=module.source.revision)
+    return _finish(module, notes, record=record, source=module.source)
 
 
 def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
@@ -245,6 +251,10 @@ def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
     if has_adapters and not any(options["lora"].get(field) for field in ("target_modules", "target_parameters")):
         # Checkpoints hold the names of default targets. Those of earlier versions do not, whose default was all-linear.
         options["lora"] = {**options["lora"], "target_modules": "all-linear"}
+    # The tokens of the run are those of its data.
+    options["tokenizer"] = (content.get("datamodule_hyper_parameters") or {}).get("tokenizer") or options.get(
+        "tokenizer"
+    )
     if options["init"] == "random" and options["dtype"] == "auto":
         # Weights that are drawn in another dtype differ.
         options["dtype"] = content["fastft_base"].get("dtype", "auto")
@@ -303,7 +313,7 @@ def _open_adapters(request: Request) -> Opened:
     module = FineTuner(open_adapters(base.model, request.source), tokenizer=base.tokenizer)
     weights = "dequantised from 4 bits" if is_quantised else "as its files hold them"
     notes = [f"merged into the weights of {name} {weights}, in {dtype}"] if request.is_merged else []
-    return _finish(module, notes, record={}, base=name, revision=revision)
+    return _finish(module, notes, record={}, source=base.source)
 
 
 def _open_whole(request: Request) -> Opened:
@@ -314,16 +324,19 @@ def _open_whole(request: Request) -> Opened:
     dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
     module = FineTuner(name, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     module.configure_model()
-    return _finish(module, [], record={}, base=name)
+    return _finish(module, [], record={}, source=module.source)
 
 
-def _finish(
-    module: FineTuner, notes: list[str], *, record: dict[str, Any], base: str, revision: str | None = None
-) -> Opened:
+def _finish(module: FineTuner, notes: list[str], *, record: dict[str, Any], source: ModelSource | None) -> Opened:
     """Set the model to evaluation, without memory for a backward."""
+    from lightning_fastft.hf.images import ImageEncoder
+
+    assert source is not None
     module.model.eval()
     module.model.requires_grad_(requires_grad=False)
-    return Opened(module, notes, record, base, revision)
+    # A tokenizer of its own comes without a processor.
+    images = module.image_encoder or (ImageEncoder(source) if source.has_processor else None)
+    return Opened(module, notes, record, source.name, source.revision, images)
 
 
 def _register_dequantise(module: FineTuner, dtype: str) -> None:
@@ -356,6 +369,8 @@ def _merge_dtype(request: Request, options: dict[str, Any]) -> str:
         return "bfloat16"
     from lightning_fastft.hf.loading.source import ModelSource
 
-    source = ModelSource(options["model"], init="random", revision=options.get("revision"))
-    held = getattr(source.config.get_text_config(decoder=True), "dtype", None)
+    config = ModelSource(options["model"], init="random", revision=options.get("revision")).config
+    # The text part of a model with an image tower often leaves the dtype to the whole.
+    found = (getattr(part, "dtype", None) for part in (config.get_text_config(decoder=True), config))
+    held = next((dtype for dtype in found if dtype is not None), None)
     return "bfloat16" if held is None else str(held).removeprefix("torch.")

@@ -55,4 +55,5 @@ def write_trained(
     kind: Kind = "merged weights" if is_merged else "adapters" if module.has_adapters else "all weights"
     export = export_adapters if kind == "adapters" else export_merged
     card = render_card(facts_of(opened, kind=kind), title=title)
-    return opened, kind, export(module.model, out, tokenizer=module.tokenizer, card=card), max_lora_rank
+    exported = export(module.model, out, tokenizer=module.tokenizer, images=opened.images, card=card)
+    return opened, kind, exported, max_lora_rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -370,31 +369,3 @@ class CausalLMModule(LightningModule):
         return self
 
     # Generation.
-
-    def generate(
-        self,
-        prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
-        *,
-        max_new_tokens: int = 128,
-        **options: Any,
-    ) -> list[str]:
-        """Generate a continuation of each prompt in evaluation mode, and restore the mode of every module.
-
-        Args:
-            prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
-            max_new_tokens: Most tokens to write.
-            **options: Of transformers' ``generate``, for example ``do_sample=False``.
-
-        Raises:
-            OptionError: There is no model or no tokenizer.
-        """
-        from lightning_fastft.hf.generation import generate_texts
-
-        tokenizer = self.tokenizer
-        if self.model is None or tokenizer is None:
-            raise OptionError(
-                "generate needs a model and a tokenizer; "
-                f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
-            )
-        options["max_new_tokens"] = max_new_tokens
-        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)

@@ -68,6 +68,9 @@ def _describe_data(data: Any) -> dict[str, Any]:
     if not isinstance(data, PackedDataModule):
         return {}
     found: dict[str, Any] = {"max_tokens": data.max_tokens}
+    if data.options.chat_template is not None and data.trained_tokenizer is not None:
+        # The text, because its file may change after the training.
+        found["chat_template"] = data.trained_tokenizer.chat_template
     for split in ("train", "val"):
         report, subset = data.report(split), data.subset(split)
         if subset is not None:

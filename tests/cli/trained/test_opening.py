@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lightning_fastft.cli.command import main
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import packed_loader, quiet_trainer
+from tests.support.vision import build_processor, build_vision_model
 
 register_strategies()
 
@@ -65,3 +66,15 @@ def test_random_weights_of_another_dtype_are_those_of_the_run(tmp_path):
     assert merged.dtype is torch.bfloat16
     assert torch.equal(merged.model.embed_tokens.weight, drawn.embed_tokens.weight.bfloat16())
     assert torch.equal(merged.model.layers[0].mlp.up_proj.weight, drawn.layers[0].mlp.up_proj.weight.bfloat16())
+
+
+@pytest.mark.slow
+def test_a_model_with_an_image_tower_is_merged_in_the_dtype_of_its_files(tmp_path):
+    processor = build_processor("llava")
+    build_vision_model("llava", processor.tokenizer).save_pretrained(tmp_path / "base")
+    module = FineTuner(str(tmp_path / "base"), lora=LORA, dtype="float32")
+    module.configure_model()
+    module.save_pretrained(str(tmp_path / "adapters"))
+    assert main(["export", str(tmp_path / "adapters"), str(tmp_path / "out"), "--merge"]) == 0
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.float32}
