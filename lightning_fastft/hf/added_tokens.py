@@ -34,11 +34,17 @@ def find_resized(model: PeftModel) -> list[str]:
     saved, present = (config.get_text_config(decoder=True).vocab_size for config in (on_disk, base.config))
     if saved == present:
         return []
+    return embedding_names(model)
+
+
+def embedding_names(model: PeftModel, *, with_tied: bool = False) -> list[str]:
+    """Return the names of the base's embedding and head weights; a tied weight has one name, or both with_tied."""
+    base: Any = model.get_base_model()
     layers = {id(layer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())}
     owners = tuple(f"{name}." for name, module in model.named_modules() if id(module) in layers)
     return [
         name
-        for name, _ in model.named_parameters()
+        for name, _ in model.named_parameters(remove_duplicate=not with_tied)
         if name.startswith(owners) and OWNED_BY_ADAPTER.search(name) is None
     ]
 
