@@ -176,7 +176,12 @@ class CausalLMModule(LightningModule):
         if not self._is_built:
             return []
         sharding = [] if self._sharding is None else [self._sharding]
-        model = describe_model(self.model, quantization=self.quantization, skipped=self._skipped_targets)
+        model = describe_model(
+            self.model,
+            quantization=self.quantization,
+            skipped=self._skipped_targets,
+            initialisation=None if self.lora is None else self.lora.init_lora_weights,
+        )
         copies = [] if self.low_precision_adapters is None else [self.low_precision_adapters.status]
         return [*sharding, *model, *copies]
 

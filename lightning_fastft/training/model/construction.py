@@ -327,8 +327,10 @@ def add_lora(
     return adapted
 
 
-def describe_model(model: Any, *, quantization: str | None, skipped: Mapping[str, int] | None) -> list[Status]:
-    """Return the statuses of the NF4 base and of LoRA."""
+def describe_model(
+    model: Any, *, quantization: str | None, skipped: Mapping[str, int] | None, initialisation: object
+) -> list[Status]:
+    """Return the statuses of the NF4 base and of LoRA, with the initialisation that was asked for."""
     found = [Status("NF4 base", "inactive", "not asked for")]
     if quantization is not None:
         from lightning_fastft.hf.expert_nf4 import describe_experts
@@ -341,5 +343,6 @@ def describe_model(model: Any, *, quantization: str | None, skipped: Mapping[str
         from lightning_fastft.hf.lora_targets import describe_adapters
 
         lora = next(iter(model.peft_config.values()))
-        found.append(Status("LoRA", "active", describe_adapters(model, lora, skipped=skipped)))
+        shown = describe_adapters(model, lora, skipped=skipped, initialisation=initialisation)
+        found.append(Status("LoRA", "active", shown))
     return found
