@@ -61,6 +61,10 @@ def run_export(words: Sequence[str]) -> int:
     notes.append("without a tokenizer, because none is known" if tokenizer is None else "the tokenizer is included")
     if opened.images is not None:
         notes.append("the processor of images is included")
+    if opened.module.answer_end is not None:
+        end = tokenizer.convert_ids_to_tokens(opened.module.answer_end) if tokenizer is not None else ""
+        others = "; PEFT reads that of the base" if kind == "adapters" else ""
+        notes.append(f"answers end with {end!r}, and generation_config.json stops there{others}")
     if exported.is_untied:
         notes.append(
             "embedding and head are two weights now, because the adapters change one of them "

@@ -31,7 +31,7 @@ from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS, check_read_back
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from lightning_fastft.hf.images import ImageEncoder
 
@@ -209,12 +209,13 @@ def export_adapters(
     *,
     tokenizer: PreTrainedTokenizerBase | None,
     images: ImageEncoder | None = None,
+    generation: GenerationConfig | None = None,
     card: str = "",
 ) -> Exported:
     """Write a plain PEFT folder with adapters, tokenizer and processor of images.
 
-    Generation options are read from the base, as in PEFT. Then stock PEFT loads the folder onto the base, and the
-    logits must be the same. The model cannot be used afterwards.
+    PEFT reads generation options from the base; those given here are for other readers. Then stock PEFT loads the
+    folder onto the base, and the logits must be the same. The model cannot be used afterwards.
 
     Raises:
         OptionError: out exists.
@@ -238,7 +239,7 @@ def export_adapters(
             model.save_pretrained(str(part), save_embedding_layers=False)
             resized = save_resized(model, part / ADAPTER_WEIGHTS)
         share_weights(part)
-        write_companions(part, tokenizer=tokenizer, images=images)
+        write_companions(part, tokenizer=tokenizer, images=images, generation=generation)
         _write_card(part, card)
         expected = {**get_peft_model_state_dict(model, save_embedding_layers=False), **resized}
         found = load_file(part / ADAPTER_WEIGHTS)

@@ -103,13 +103,15 @@ class GenerateSamples(GivenOnce, Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         # Imported on first use: callbacks must be importable without transformers.
-        from lightning_fastft.hf.generation import generate_texts
+        from lightning_fastft.hf.generation import add_stop, generate_texts
         from lightning_fastft.hf.sharding.state import is_sharded
 
         model = _find_model(pl_module)
         is_shared = is_sharded(model)
         if not (is_shared or trainer.is_global_zero):
             return
+        end = getattr(getattr(trainer, "datamodule", None), "answer_end", None)
+        stops = {} if end is None else {"eos_token_id": add_stop(model.generation_config, end).eos_token_id}
         device = trainer.strategy.root_device
         before = RandomState.capture(device)
         try:
@@ -121,6 +123,7 @@ class GenerateSamples(GivenOnce, Callback):
                     prompts=self.prompts,
                     max_new_tokens=self.max_new_tokens,
                     do_sample=False,
+                    **stops,
                     # Ranks whose answers have ended take part in the collectives of the others.
                     synced_gpus=is_shared,
                 )

@@ -14,6 +14,7 @@ from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader, PlannedStream
+from lightning_fastft.packing.tokens.answer_end import find_answer_end
 from lightning_fastft.packing.tokens.chat import read_template, with_template
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.training.data.images import find_image_encoder
@@ -174,6 +175,14 @@ class PackedDataModule(SplitDataModule):
         if self._templated is None or self._templated[0] is not tokenizer:
             self._templated = (tokenizer, with_template(tokenizer, read_template(tokenizer, chosen)))
         return self._templated[1]
+
+    @property
+    def answer_end(self) -> int | None:
+        """The control token that ends trained answers, if generation does not stop there; None for plain text."""
+        stop_ids = getattr(self._module, "stop_ids", None)
+        if stop_ids is None or self.is_plain:
+            return None
+        return find_answer_end(self.trained_tokenizer, options=self.options, stop_ids=stop_ids)
 
     @property
     def image_encoder(self) -> ImageEncoder | None:

@@ -184,6 +184,7 @@ def _open_checkpoint(request: Request) -> Opened:
     """Build the model of a checkpoint and load its trained weights."""
     import torch
 
+    from lightning_fastft.hf.generation import add_stop
     from lightning_fastft.training.fine_tuner import FineTuner
     from lightning_fastft.training.model.run_record import RUN_KEY
 
@@ -212,10 +213,16 @@ def _open_checkpoint(request: Request) -> Opened:
     module.load_state_dict(content["state_dict"], strict=not has_adapters)
     # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
     module.teardown("export")
+    if module.answer_end is not None:
+        _find_base(module.model).generation_config = add_stop(module.model.generation_config, module.answer_end)
     if module.tokenizer is not None:
         module.tokenizer.chat_template = module.trained_tokenizer.chat_template
     record = {name: content.get(name) for name in ("hyper_parameters", RUN_KEY, COMMAND_KEY)}
     return _finish(module, notes, record=record, source=module.source)
+
+
+def _find_base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
@@ -292,6 +299,8 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 def _open_adapters(request: Request) -> Opened:
     """Build the base model of a PEFT folder and add the adapters."""
     from lightning_fastft.hf.export import open_adapters, read_base_name
+    from lightning_fastft.hf.generation import add_stop, read_stops
+    from lightning_fastft.hf.loading.source import read_stop_ids
     from lightning_fastft.training.fine_tuner import FineTuner
 
     if read_task(request.source) != "CausalLM":
@@ -311,6 +320,10 @@ def _open_adapters(request: Request) -> Opened:
         _register_dequantise(base, dtype)
     base.configure_model()
     module = FineTuner(open_adapters(base.model, request.source), tokenizer=base.tokenizer)
+    module.given_images = base.image_encoder
+    for token in set(read_stops(request.source)).difference(read_stop_ids(base.model.generation_config.eos_token_id)):
+        module.answer_end = token
+        base.model.generation_config = add_stop(base.model.generation_config, token)
     weights = "dequantised from 4 bits" if is_quantised else "as its files hold them"
     notes = [f"merged into the weights of {name} {weights}, in {dtype}"] if request.is_merged else []
     return _finish(module, notes, record={}, source=base.source)
@@ -332,11 +345,12 @@ def _finish(module: FineTuner, notes: list[str], *, record: dict[str, Any], sour
     from lightning_fastft.hf.images import ImageEncoder
 
     assert source is not None
+    if module.image_encoder is None and source.has_processor:
+        # A tokenizer of its own may come without the processor of the model.
+        module.given_images = ImageEncoder(source)
     module.model.eval()
     module.model.requires_grad_(requires_grad=False)
-    # A tokenizer of its own comes without a processor.
-    images = module.image_encoder or (ImageEncoder(source) if source.has_processor else None)
-    return Opened(module, notes, record, source.name, source.revision, images)
+    return Opened(module, notes, record, source.name, source.revision, module.image_encoder)
 
 
 def _register_dequantise(module: FineTuner, dtype: str) -> None:

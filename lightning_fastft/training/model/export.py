@@ -18,6 +18,7 @@ def save_model(
     *,
     tokenizer: Any,
     images: ImageEncoder | None,
+    answer_end: int | None,
     is_sharded: bool,
     is_writer: bool,
     has_adapters: bool,
@@ -34,6 +35,7 @@ def save_model(
     """
     from lightning_fastft.hf.companions import write_companions
     from lightning_fastft.hf.export import check_readable, save_adapters, share_weights
+    from lightning_fastft.hf.generation import add_stop
 
     has_peft = hasattr(model, "peft_config")
     if has_peft:
@@ -54,4 +56,5 @@ def save_model(
     else:
         model.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
         share_weights(Path(folder))
-    write_companions(Path(folder), tokenizer=tokenizer, images=images)
+    generation = None if answer_end is None else add_stop(model.generation_config, answer_end)
+    write_companions(Path(folder), tokenizer=tokenizer, images=images, generation=generation)

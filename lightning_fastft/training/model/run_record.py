@@ -28,6 +28,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
     return {
         "tuner": type(trainer.lightning_module).__name__,
         "data": _describe_data(getattr(trainer, "datamodule", None)),
+        "answer_end": getattr(trainer.lightning_module, "answer_end", None),
         "epochs": int(trainer.current_epoch) + 1,
         "optimizer_steps": int(trainer.global_step),
         "packs_per_step": int(trainer.accumulate_grad_batches) * int(trainer.world_size),

@@ -139,7 +139,8 @@ class SavedCausalLM(TextCausalLM):
 
     def save_pretrained(self, folder: str) -> None:
         """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and its companions:
-        the tokenizer with the chat template of the training data, and the processor of images.
+        the tokenizer with the chat template of the training data, the processor of images, and a generation
+        configuration that stops where the answers of the data end.
 
         Adapters of PiSSA and OLoRA are written as plain LoRA of twice the rank, which fits the original base.
 
@@ -158,7 +159,8 @@ class SavedCausalLM(TextCausalLM):
             self.model,
             folder,
             tokenizer=self.trained_tokenizer,
-            images=self.trained_images,
+            images=self.image_encoder,
+            answer_end=self.answer_end,
             is_sharded=self.is_sharded,
             is_writer=self._trainer is None or self.trainer.is_global_zero,
             has_adapters=self.has_adapters,

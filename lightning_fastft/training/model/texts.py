@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.model.causal_lm import CausalLMModule
 
@@ -21,11 +23,14 @@ class TextCausalLM(CausalLMModule):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # Those of the training data, if it had its own; a name is loaded on first use.
+        # That of the training data, if it had its own; a name is loaded on first use.
         self._trained_tokenizer: Any = None
-        self._trained_images: ImageEncoder | None = None
+        # The processor of images, where it comes neither with the model nor with the tokenizer.
+        self.given_images: ImageEncoder | None = None
         # That of the training data of a checkpoint, in place of the tokenizer's own.
         self._chat_template: str | None = None
+        # The control token that ends its answers, if generation does not stop there.
+        self.answer_end: int | None = None
 
     @property
     def trained_tokenizer(self) -> Any:
@@ -39,23 +44,32 @@ class TextCausalLM(CausalLMModule):
         return with_template(tokenizer, self._chat_template)
 
     @property
-    def trained_images(self) -> ImageEncoder | None:
-        """The processor of images of the training data; without such data ``image_encoder``."""
-        return self.image_encoder if self._trained_images is None else self._trained_images
+    def image_encoder(self) -> ImageEncoder | None:
+        """The processor of images, loaded when images are met: of the model, else of its training data; else None."""
+        found = super().image_encoder
+        return self.given_images if found is None else found
 
     def on_fit_start(self) -> None:
         """Note the tokenizer, chat template and processor of the training data."""
         super().on_fit_start()
         data: Any = getattr(self.trainer, "datamodule", None)
         if hasattr(data, "trained_tokenizer"):
-            self._trained_tokenizer, self._trained_images = data.trained_tokenizer, data.image_encoder
+            self._trained_tokenizer, self.given_images = data.trained_tokenizer, data.image_encoder
             self._chat_template = None
+            self.answer_end = data.answer_end
+        if self.answer_end is not None:
+            token = self.trained_tokenizer.convert_ids_to_tokens(self.answer_end)
+            rank_zero_info(
+                f"Answers end with {token!r}, at which the generation configuration of the model does not stop. Texts "
+                "and saved models will stop there too."
+            )
 
     def _read_tokenizer(self, checkpoint: Mapping[str, Any], *, run: Mapping[str, Any]) -> None:
         """Note the tokenizer and chat template of the run of a checkpoint."""
         options = checkpoint.get("datamodule_hyper_parameters") or {}
         self._trained_tokenizer = options.get("tokenizer")
         self._chat_template = run.get("data", {}).get("chat_template")
+        self.answer_end = run.get("answer_end")
 
     def generate(
         self,
@@ -75,7 +89,7 @@ class TextCausalLM(CausalLMModule):
         Raises:
             OptionError: There is no model or no tokenizer.
         """
-        from lightning_fastft.hf.generation import generate_texts
+        from lightning_fastft.hf.generation import add_stop, generate_texts
 
         tokenizer = self.trained_tokenizer
         if self.model is None or tokenizer is None:
@@ -84,4 +98,6 @@ class TextCausalLM(CausalLMModule):
                 f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
             )
         options["max_new_tokens"] = max_new_tokens
+        if self.answer_end is not None:
+            options.setdefault("eos_token_id", add_stop(self.model.generation_config, self.answer_end).eos_token_id)
         return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)

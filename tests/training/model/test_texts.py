@@ -3,10 +3,12 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from lightning_fastft.cli.command import main
+from lightning_fastft.cli.trained.opening import Request, open_trained
 from lightning_fastft.monitor.generate_samples import GenerateSamples
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -32,7 +34,7 @@ def build_words(template, *, prefix="w"):
 @pytest.fixture
 def base(tmp_path):
     folder = tmp_path / "base"
-    build_tiny("qwen3").save_pretrained(folder)
+    build_tiny("qwen3", eos_token_id=0).save_pretrained(folder)
     build_words(OWN).save_pretrained(folder)
     return folder
 
@@ -128,6 +130,8 @@ def test_the_processor_of_images_goes_with_the_model(tuner_options, is_old, tmp_
         if not tuner_options:
             assert main(["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge"]) == 0
             names.append("merged")
+    if not tuner_options:
+        assert open_trained(Request(tmp_path / "out", torch.device("cpu"))).module.image_encoder is not None
     for name in names:
         assert (tmp_path / name / "processor_config.json").read_bytes() == (base / "processor_config.json").read_bytes()
         stock = AutoProcessor.from_pretrained(tmp_path / name)
@@ -143,3 +147,76 @@ def test_a_processor_that_was_given_to_the_data_goes_with_the_model(tmp_path):
     module = train(tmp_path, base, rows=rows, tokenizer=processor)
     module.save_pretrained(str(tmp_path / "saved"))
     assert AutoProcessor.from_pretrained(tmp_path / "saved").patch_size == processor.patch_size
+
+
+BASE_TEMPLATE = "{% for message in messages %}w1 {{ message.content }} <end>{% endfor %}"
+
+
+@pytest.fixture
+def chatty(tmp_path):
+    """A base whose template ends answers with a control token at which its generation does not stop."""
+    folder = tmp_path / "base"
+    build_tiny("qwen3", eos_token_id=0).save_pretrained(folder)
+    # As many published ones, with a temperature that is not used.
+    generation = {"do_sample": False, "temperature": 0.6, "eos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = build_words(BASE_TEMPLATE)
+    tokenizer.add_tokens([AddedToken("w96", special=True)])
+    tokenizer.chat_template = BASE_TEMPLATE.replace("<end>", "w96")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def stops_of(folder):
+    generation = GenerationConfig.from_pretrained(folder)
+    assert generation.temperature == 0.6
+    return generation.eos_token_id
+
+
+@pytest.mark.parametrize("tuner_options", [{}, {"lora": None}], ids=["adapters", "whole"])
+def test_generation_stops_where_trained_answers_end(tuner_options, chatty, tmp_path, monkeypatch):
+    module = train(tmp_path, chatty, tuner_options=tuner_options)
+    assert module.answer_end == 96
+    assert module.model.generation_config.eos_token_id == 0
+    module.save_pretrained(str(tmp_path / "saved"))
+    loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded.configure_model()
+    loaded.save_pretrained(str(tmp_path / "loaded"))
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 0
+    names = ["saved", "loaded", "out"]
+    if not tuner_options:
+        assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "merged"), "--merge"]) == 0
+        assert main(["export", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
+        assert main(["export", str(tmp_path / "again"), str(tmp_path / "merged again"), "--merge"]) == 0
+        names += ["merged", "again", "merged again"]
+    assert [stops_of(tmp_path / name) for name in names] == [[0, 96]] * len(names)
+    seen = []
+    for each in (module, loaded):
+        monkeypatch.setattr(each.model, "generate", lambda **options: seen.append(options) or options["input_ids"])
+        each.generate([CHAT])
+    assert [options["eos_token_id"] for options in seen] == [[0, 96]] * 2
+
+
+def test_samples_stop_where_trained_answers_end(chatty, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "lightning_fastft.hf.generation.generate_texts", lambda model, **options: seen.append(options) or [""]
+    )
+    train(tmp_path, chatty, callbacks=[GenerateSamples([CHAT])], val_paths=ROWS)
+    assert [options["eos_token_id"] for options in seen] == [[0, 96]]
+
+
+@pytest.mark.parametrize("rows", [[{"text": "w5 w6"}] * 4, [{"prompt": "w5 ", "completion": "w6 w7"}] * 4])
+def test_plain_text_leaves_the_stops_of_generation(rows, chatty, tmp_path):
+    module = train(tmp_path, chatty, rows=rows)
+    assert module.answer_end is None
+    module.save_pretrained(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved" / "generation_config.json").exists()
+
+
+def test_a_template_that_ends_answers_where_generation_stops_changes_nothing(base, tmp_path):
+    assert train(tmp_path, base).answer_end is None
+
+
+def test_a_word_that_ends_an_answer_is_no_control_token(base, tmp_path):
+    assert train(tmp_path, base, chat_template=OWN.replace("<eos>", "w9"), add_eos=False).answer_end is None
