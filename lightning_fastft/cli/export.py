@@ -53,11 +53,18 @@ def run_export(words: Sequence[str]) -> int:
     opened, kind, exported, max_lora_rank = write_trained(args.request, out, is_for_vllm=args.server == "vllm")
     tokenizer, notes = opened.module.tokenizer, [*opened.notes]
     if max_lora_rank is not None:
+        revision = "" if opened.revision is None else f"--revision {shlex.quote(opened.revision)} "
         notes.append(
-            f"for vLLM: vllm serve {shlex.quote(opened.base)} --enable-lora --max-lora-rank "
+            f"for vLLM: vllm serve {shlex.quote(opened.base)} {revision}--enable-lora --max-lora-rank "
             f"{max_lora_rank} --lora-modules {shlex.quote(f'{out.name}={out}')}"
         )
     notes.append("without a tokenizer, because none is known" if tokenizer is None else "the tokenizer is included")
+    if opened.images is not None:
+        notes.append("the processor of images is included")
+    if opened.module.answer_end is not None:
+        end = tokenizer.convert_ids_to_tokens(opened.module.answer_end) if tokenizer is not None else ""
+        others = "; PEFT reads that of the base" if kind == "adapters" else ""
+        notes.append(f"answers end with {end!r}, and generation_config.json stops there{others}")
     if exported.is_untied:
         notes.append(
             "embedding and head are two weights now, because the adapters change one of them "

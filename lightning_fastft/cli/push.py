@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from argparse import Namespace
@@ -14,7 +13,6 @@ from lightning_fastft.cli.trained.opening import add_options, check_source, read
 from lightning_fastft.core.errors import FastFTError, OptionError
 
 CARD = "README.md"
-_REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _KIB = 1024
 
 
@@ -56,17 +54,17 @@ def _push(folder: Path, card: str, *, args: Namespace) -> int:
     """Print files and card; upload them in one commit if asked for."""
     from lightning_fastft.cli.trained.card import REPOSITORY
 
-    card = card.replace(REPOSITORY, args.repository)
+    shown = card.replace(REPOSITORY, args.repository)
     files = sorted(
         file
         for file in folder.rglob("*")
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
     names = {str(file.relative_to(folder)): file for file in files if file != folder / CARD}
-    sizes = {CARD: len(card.encode()), **{name: file.stat().st_size for name, file in names.items()}}
+    sizes = {CARD: len(shown.encode()), **{name: file.stat().st_size for name, file in names.items()}}
     lines = [f"{args.repository}: {len(sizes)} files, {_size(sum(sizes.values()))}"]
     lines += [f"  {_size(size):>12}  {name}" for name, size in sizes.items()]
-    sys.stdout.write("\n".join([*lines, "", card]) + "\n")
+    sys.stdout.write("\n".join([*lines, "", shown]) + "\n")
     if args.dry_run or not args.yes:
         sys.stdout.write("Nothing was uploaded. Add --yes to upload.\n")
         return 0
@@ -79,13 +77,17 @@ def _upload(args: Namespace, *, card: str, names: dict[str, Path]) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
+    from lightning_fastft.cli.trained.card import REPOSITORY
+
     if get_token() is None:
         raise OptionError("Nobody is logged in to huggingface.co. Run: hf auth login")
-    operations = [CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=card.encode())]
-    operations += [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(file)) for name, file in names.items()]
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(file)) for name, file in names.items()]
     api = HfApi()
     try:
         address = api.create_repo(args.repository, private=args.private or None, exist_ok=True)
+        # The hub adds the owner to a name without one.
+        card = card.replace(REPOSITORY, address.repo_id)
+        operations.insert(0, CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=card.encode()))
         api.create_commit(address.repo_id, operations, commit_message="Upload with lightning_fastft")
     except HfHubHTTPError as error:
         raise FastFTError(f"The hub refused {args.repository}: {error}") from error
@@ -104,6 +106,19 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / _KIB:,.1f} KiB" if num_bytes < _KIB**2 else f"{num_bytes / _KIB**2:,.1f} MiB"
 
 
+def _check_repository(name: str) -> None:
+    """Raise if the hub would refuse the name of a repository, with or without its owner."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise OptionError(
+            f"REPO must be owner/name, or a name for your own account, got {name!r}. {str(error).partition(':')[0]}."
+        ) from error
+
+
 def _parse_args(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("push")
@@ -115,8 +130,7 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     arguments.add_argument("--yes", action="store_true")
     arguments.add_argument("--dry-run", action="store_true")
     given = arguments.read(words)
-    if not _REPOSITORY.fullmatch(given.repository):
-        raise OptionError(f"REPO must be owner/name, got {given.repository!r}.")
+    _check_repository(given.repository)
     given.title = given.repository.rpartition("/")[2]
     source = check_source(given.source)
     if source.is_dir() and not any((source / name).is_file() for name in ("adapter_config.json", "config.json")):

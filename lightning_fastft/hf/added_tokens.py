@@ -25,18 +25,26 @@ def find_resized(model: PeftModel) -> list[str]:
     """
     base: Any = model.get_base_model()
     try:
-        on_disk = type(base.config).from_pretrained(base.name_or_path, local_files_only=True)
+        # Another revision than the one that was loaded may not be there, or have other rows.
+        revision = next(iter(model.peft_config.values())).revision or "main"
+        on_disk = type(base.config).from_pretrained(base.name_or_path, revision=revision, local_files_only=True)
     except (OSError, ValueError):
         return []
     # Not the rows of the embedding: those of mllama and moshi are more than their vocabulary.
     saved, present = (config.get_text_config(decoder=True).vocab_size for config in (on_disk, base.config))
     if saved == present:
         return []
+    return embedding_names(model)
+
+
+def embedding_names(model: PeftModel, *, with_tied: bool = False) -> list[str]:
+    """Return the names of the base's embedding and head weights; a tied weight has one name, or both with_tied."""
+    base: Any = model.get_base_model()
     layers = {id(layer) for layer in (base.get_input_embeddings(), base.get_output_embeddings())}
     owners = tuple(f"{name}." for name, module in model.named_modules() if id(module) in layers)
     return [
         name
-        for name, _ in model.named_parameters()
+        for name, _ in model.named_parameters(remove_duplicate=not with_tied)
         if name.startswith(owners) and OWNED_BY_ADAPTER.search(name) is None
     ]
 

@@ -20,6 +20,7 @@ from lightning_fastft.core.errors import (
     list_names,
 )
 from lightning_fastft.hf.added_tokens import save_resized
+from lightning_fastft.hf.companions import write_companions
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.loading.source import auto_class
 from lightning_fastft.hf.lora import trained_adapters, without_pattern_warning
@@ -30,7 +31,9 @@ from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS, check_read_back
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightning_fastft.hf.images import ImageEncoder
 
 NUM_PROBE_TOKENS = 16
 # Kernels and weights are the same, so logits of the loaded model can differ only by the order of sums.
@@ -78,27 +81,33 @@ def open_adapters(base: PreTrainedModel, folder: Path) -> PeftModel:
         raise DataError(f"The adapters in {folder} do not match {type(base).__name__}: {error}") from error
 
 
-def read_base_name(folder: Path) -> str:
-    """Return the name of the base in a PEFT folder; an empty string if there is none."""
+def read_base_name(folder: Path) -> tuple[str, str | None]:
+    """Return the name of the base in a PEFT folder, "" if there is none, and its revision on the hub."""
     from peft import PeftConfig
 
-    return str(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or "")
+    config = PeftConfig.from_pretrained(str(folder))
+    return str(config.base_model_name_or_path or ""), config.revision
 
 
-def dequantise(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model with every NF4 weight dequantised to its compute dtype; dense weights do not change.
+def dequantise(model: PreTrainedModel, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model with every NF4 weight dequantised to its compute dtype, and then all weights cast to a dtype.
+
+    Weights that the model holds in another dtype than its own, such as routers in fp32, and buffers are not cast.
 
     Cost:
         Memory for the dense weights on the device of the model.
     """
+    held = model.dtype
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if isinstance(parameter, ExpertsNF4):
                 module._parameters[name] = nn.Parameter(parameter.dense(), requires_grad=False)
     if getattr(model, "hf_quantizer", None) is not None:
-        dtype = model.dtype
-        model = model.dequantize(dtype=dtype)
-        model.config.dtype = dtype
+        model = model.dequantize(dtype=held)
+    for parameter in model.parameters():
+        if parameter.dtype is held:
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     return model
 
 
@@ -195,12 +204,18 @@ def _saved_as_plain(model: PeftModel, *, initial: Initial | None) -> Iterator[No
 
 
 def export_adapters(
-    model: PeftModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, card: str = ""
+    model: PeftModel,
+    out: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    images: ImageEncoder | None = None,
+    generation: GenerationConfig | None = None,
+    card: str = "",
 ) -> Exported:
-    """Write a plain PEFT folder with adapters and tokenizer. Generation options are read from the base, as in PEFT.
+    """Write a plain PEFT folder with adapters, tokenizer and processor of images.
 
-    Then stock PEFT loads the folder onto the base, and the logits must be the same. The model cannot be used
-    afterwards.
+    PEFT reads generation options from the base; those given here are for other readers. Then stock PEFT loads the
+    folder onto the base, and the logits must be the same. The model cannot be used afterwards.
 
     Raises:
         OptionError: out exists.
@@ -218,12 +233,14 @@ def export_adapters(
         base: Any = model.get_base_model()
         for config in model.peft_config.values():
             # The base of loaded adapters may have moved since they were saved.
-            config.base_model_name_or_path = base.name_or_path or config.base_model_name_or_path
+            if base.name_or_path and base.name_or_path != config.base_model_name_or_path:
+                config.base_model_name_or_path, config.revision = base.name_or_path, None
         with _disk_errors():
             model.save_pretrained(str(part), save_embedding_layers=False)
             resized = save_resized(model, part / ADAPTER_WEIGHTS)
         share_weights(part)
-        _write_companions(part, tokenizer, card=card)
+        write_companions(part, tokenizer=tokenizer, images=images, generation=generation)
+        _write_card(part, card)
         expected = {**get_peft_model_state_dict(model, save_embedding_layers=False), **resized}
         found = load_file(part / ADAPTER_WEIGHTS)
         _compare_tensors(expected, found, out=out)
@@ -239,9 +256,15 @@ def export_adapters(
 
 
 def export_merged(
-    model: PeftModel | PreTrainedModel, out: Path, *, tokenizer: PreTrainedTokenizerBase | None, card: str = ""
+    model: PeftModel | PreTrainedModel,
+    out: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    images: ImageEncoder | None = None,
+    card: str = "",
 ) -> Exported:
-    """Write a plain transformers folder with all weights, adapters merged, tokenizer and generation configuration.
+    """Write a plain transformers folder with all weights, adapters merged, tokenizer, processor of images and
+    generation configuration.
 
     Stock transformers reads it back: keys, dtypes and logits must be the same, and logits must match the adapters
     within the rounding of the dtype. The model must be dense, and cannot be used afterwards.
@@ -264,7 +287,8 @@ def export_merged(
         with _disk_errors():
             merged.save_pretrained(str(part))
         share_weights(part)
-        _write_companions(part, tokenizer, card=card)
+        write_companions(part, tokenizer=tokenizer, images=images)
+        _write_card(part, card)
         again, report = auto_class(merged.config).from_pretrained(
             str(part), dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
@@ -322,10 +346,7 @@ def _disk_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-def _write_companions(part: Path, tokenizer: PreTrainedTokenizerBase | None, *, card: str) -> None:
-    """Write tokenizer and model card next to the weights."""
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(part))
+def _write_card(part: Path, card: str) -> None:
     if card:
         (part / "README.md").write_text(card, encoding="utf-8")
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_fastft.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 @torch.no_grad()
@@ -47,6 +52,32 @@ def answer_prompts(model: Any, *, tokenizer: Any, prompts: Sequence[Sequence[int
         OptionError: A prompt has no token.
     """
     return _write_texts(model, tokenizer, prompts, max_new_tokens=max_new_tokens, do_sample=False)
+
+
+def add_stop(generation: GenerationConfig, token: int) -> GenerationConfig:
+    """Return a copy of a generation configuration that also stops at a token."""
+    extended = copy.deepcopy(generation)
+    ends = generation.eos_token_id
+    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    extended.eos_token_id = known if token in known else [*known, token]
+    # It has a value of its own now, and must not be made again from the configuration of the model.
+    extended._from_model_config = False
+    if getattr(generation, "_original_object_hash", None) == hash(generation):
+        # transformers saves a configuration as it was read, even with a temperature beside do_sample=False, but refuses
+        # that of one which was changed since.
+        extended._original_object_hash = hash(extended)
+    return extended
+
+
+def read_stops(folder: Path) -> list[int]:
+    """Return the ids at which the generation configuration of a folder stops; none without such a file."""
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    if not (folder / GENERATION_CONFIG_NAME).is_file():
+        return []
+    ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def stream_to(write: Callable[[str], None], *, tokenizer: Any) -> Any:

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,6 +80,23 @@ class ImageEncoder:
         else:
             settings = json.dumps([type(given).__name__, given.image_processor.to_json_string()])
         return hashlib.sha256((_DECODING + settings).encode()).hexdigest()
+
+    def save(self, folder: Path, *, keeps_template: bool) -> None:
+        """Write the files of the processor to the folder of a model.
+
+        Those of a source are copied, without loading it, which would need the extra ``vision``. transformers saves a
+        processor that was given.
+
+        Args:
+            folder: Where to write.
+            keeps_template: Whether to write the processor's own chat template. Its older file, chat_template.json,
+                would hide that of a tokenizer.
+        """
+        given: Any = self._given
+        if hasattr(given, "copy_processor"):
+            given.copy_processor(folder, with_template=keeps_template)
+        else:
+            given.save_pretrained(str(folder))
 
     def expand(self, text: str, images: Sequence[Image]) -> tuple[str, tuple[tuple[int, int, int, int], ...]]:
         """Return the text with each placeholder expanded to the tokens of its image, and the (begin, end) of each

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_fastft.core.errors import DataError, OptionError, describe_mismatch
-from lightning_fastft.hf.added_tokens import find_resized
+from lightning_fastft.hf.added_tokens import embedding_names, find_resized
 from lightning_fastft.hf.lora import parse_lora, without_pattern_warning
 from lightning_fastft.hf.lora_init import ADAPTER, changes_base
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
+
+    from lightning_fastft.hf.loading.source import ModelSource
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -44,19 +48,34 @@ def read_adapter_config(folder: str) -> LoraConfig:
     return parse_lora(lora)
 
 
-def check_adapter_base(folder: str, *, base: Any, accept_other: bool) -> None:
-    """Refuse adapters of a base with another name; the last part of a path or hub id decides.
+def check_adapter_base(folder: str, *, base: Any, source: ModelSource | None, accept_other: bool) -> None:
+    """Refuse adapters of a base with another name, or of another revision of it on the hub.
+
+    The last part of a path or hub id decides. A base that was given as a model, without a source, may have any
+    revision.
 
     Raises:
-        OptionError: The names differ, and accept_other is False.
+        OptionError: The names or revisions differ, and accept_other is False.
     """
     from peft import PeftConfig
 
-    trained_on, present = str(PeftConfig.from_pretrained(folder).base_model_name_or_path or ""), str(base.name_or_path)
-    if trained_on and present and Path(trained_on).name != Path(present).name and not accept_other:
+    config = PeftConfig.from_pretrained(folder)
+    trained_on, present = str(config.base_model_name_or_path or ""), str(base.name_or_path)
+    if not trained_on or not present or accept_other:
+        return
+    if Path(trained_on).name != Path(present).name:
         raise OptionError(
             f"The adapters in {folder} were trained on {trained_on}, and the base of this run is {present}. Give that "
             "base, or accept this one with FineTuner(accept_other_base=True)."
+        )
+    if source is None or trained_on != present or Path(present).exists():
+        return
+    revision = config.revision or "main"
+    if revision != (source.revision or "main"):
+        raise OptionError(
+            f"The adapters in {folder} were trained on revision {revision!r} of {trained_on}, and this run has loaded "
+            f"{source.revision or 'main'!r}. Give FineTuner(revision={revision!r}), --model.revision {revision}, or "
+            "accept this base with accept_other_base=True."
         )
 
 
@@ -70,7 +89,8 @@ def load_adapter(model: PeftModel, folder: str) -> None:
     from peft.utils.save_and_load import load_peft_weights
 
     _check_names(model, folder, adapter=ADAPTER)
-    state = load_peft_weights(folder, device="cpu")
+    copies = set(embedding_names(model, with_tied=True)) - set(find_resized(model))
+    state = {name: value for name, value in load_peft_weights(folder, device="cpu").items() if name not in copies}
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     try:
         set_peft_model_state_dict(model, state)
@@ -83,8 +103,10 @@ def load_adapter(model: PeftModel, folder: str) -> None:
 def _check_names(model: PeftModel, folder: str, *, adapter: str) -> None:
     """Refuse a folder with other weights than an adapter of the model.
 
+    PEFT adds the base's embedding and head to adapters of these layers, which are read if they are those of the model.
+
     Raises:
-        DataError: Weights are missing in the folder, or unknown to the model.
+        DataError: Weights are missing in the folder, or unknown to the model, or those of another base.
     """
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
@@ -92,11 +114,31 @@ def _check_names(model: PeftModel, folder: str, *, adapter: str) -> None:
     with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
         held = set(file.keys())
     own = set(get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False))
-    if adapter == ADAPTER:
-        own |= held.intersection(find_resized(model))
+    resized = held.intersection(find_resized(model)) if adapter == ADAPTER else set()
+    copies = held.intersection(embedding_names(model, with_tied=True)) - own - resized
+    own |= resized | copies
+    others = [name for name in sorted(copies) if not _is_of_base(model, folder, name=name)]
+    if others:
+        raise DataError(
+            f"{folder} holds {others[0]}, a weight of the base that PEFT saved with the adapters, and it is not that "
+            "of the model, or fastft_fsdp has not read that yet. Give the base that they were trained on, or save them "
+            "with save_pretrained(..., save_embedding_layers=False)."
+        )
     for names, state in ((own - held, "missing in it"), (held - own, "unknown to the model")):
         if names:
             raise _misfit(folder, f"{len(names)} weights are {state}, such as {min(names)}")
+
+
+def _is_of_base(model: PeftModel, folder: str, *, name: str) -> bool:
+    """Return whether a file of adapters has a weight of the base as the model has it, possibly in a wider dtype."""
+    from safetensors import safe_open
+
+    present = dict(model.named_parameters(remove_duplicate=False))[name].detach().cpu()
+    with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
+        found = file.get_tensor(name)
+    if found.shape != present.shape:
+        return False
+    return torch.equal(found.to(present.dtype), present) or torch.equal(found, present.to(found.dtype))
 
 
 def _misfit(folder: str, found: str) -> DataError:

@@ -274,8 +274,13 @@ def _describe_nearest(target: str, known: Collection[str]) -> str:
     return f" (nearest: {', '.join(near)})" if near else f" (there are {', '.join(alike[:8])}, ...)"
 
 
-def describe_adapters(model: PeftModel, lora: LoraConfig, *, skipped: Mapping[str, int] | None) -> str:
-    """Return a line with the number of trained weights, the adapted layers, and those that the default rule skipped."""
+def describe_adapters(
+    model: PeftModel, lora: LoraConfig, *, skipped: Mapping[str, int] | None, initialisation: object = True
+) -> str:
+    """Return a line with the number of trained weights, the adapted layers, and those that the default rule skipped.
+
+    The initialisation is the one that was asked for: EVA and LoftQ leave plain LoRA in PEFT's configuration.
+    """
     count, total = model.get_nb_trainable_parameters()
     targets = lora.target_modules
     named = [targets] if isinstance(targets, str) else sorted(targets or ())
@@ -287,7 +292,8 @@ def describe_adapters(model: PeftModel, lora: LoraConfig, *, skipped: Mapping[st
     frozen = len(model.peft_config) - 1
     without = ", ".join(f"{number} {reason}" for reason, number in (skipped or {}).items())
     variants = [name for name, is_on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if is_on]
-    variants += [str(lora.init_lora_weights)] if isinstance(lora.init_lora_weights, str) else []
+    named_one = (name for name in (lora.init_lora_weights, initialisation) if isinstance(name, str))
+    variants += [*named_one][:1]
     return (
         f"{count:,} trained weights ({count / max(1, total):.2%}), r = {lora.r} on {shown}"
         f"{'; ' if variants else ''}{', '.join(variants)}"

@@ -103,13 +103,15 @@ class GenerateSamples(GivenOnce, Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         # Imported on first use: callbacks must be importable without transformers.
-        from lightning_fastft.hf.generation import generate_texts
+        from lightning_fastft.hf.generation import add_stop, generate_texts
         from lightning_fastft.hf.sharding.state import is_sharded
 
         model = _find_model(pl_module)
         is_shared = is_sharded(model)
         if not (is_shared or trainer.is_global_zero):
             return
+        end = getattr(getattr(trainer, "datamodule", None), "answer_end", None)
+        stops = {} if end is None else {"eos_token_id": add_stop(model.generation_config, end).eos_token_id}
         device = trainer.strategy.root_device
         before = RandomState.capture(device)
         try:
@@ -121,6 +123,7 @@ class GenerateSamples(GivenOnce, Callback):
                     prompts=self.prompts,
                     max_new_tokens=self.max_new_tokens,
                     do_sample=False,
+                    **stops,
                     # Ranks whose answers have ended take part in the collectives of the others.
                     synced_gpus=is_shared,
                 )
@@ -160,8 +163,10 @@ class GenerateSamples(GivenOnce, Callback):
                 log(logger, prompts, found)
 
     def _find_tokenizer(self, trainer: Trainer, pl_module: LightningModule) -> Any:
-        owners = (self, pl_module, getattr(trainer, "datamodule", None))
-        tokenizer = next((found for owner in owners if (found := getattr(owner, "tokenizer", None)) is not None), None)
+        data = getattr(trainer, "datamodule", None)
+        # The one of the data has the chat template that the model is trained with.
+        places = ((self, "tokenizer"), (data, "trained_tokenizer"), (pl_module, "tokenizer"), (data, "tokenizer"))
+        tokenizer = next((found for owner, name in places if (found := getattr(owner, name, None)) is not None), None)
         if tokenizer is None:
             raise OptionError(
                 "GenerateSamples found no tokenizer in the LightningModule or DataModule. Give it one: "

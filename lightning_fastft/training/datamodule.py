@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
 from lightning_fastft.core.checks import check_bool
@@ -14,6 +14,8 @@ from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader, PlannedStream
+from lightning_fastft.packing.tokens.answer_end import find_answer_end
+from lightning_fastft.packing.tokens.chat import read_template, with_template
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.training.data.images import find_image_encoder
 from lightning_fastft.training.data.options import check_paths, count_processes
@@ -29,6 +31,9 @@ from lightning_fastft.training.data.trainer_facts import (
     has_trained,
     repeats_first_epoch,
 )
+
+if TYPE_CHECKING:
+    from lightning_fastft.hf.images import ImageEncoder
 
 
 class PackedDataModule(SplitDataModule):
@@ -67,7 +72,8 @@ class PackedDataModule(SplitDataModule):
             "scored" (score), "stepwise" (completions, labels) or "rollouts" (completions, rewards). "auto" finds it by
             columns.
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
-        chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own.
+        chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own. Checkpoints and saved
+            models keep it.
         loss_on: "completion" trains assistant turns and completions; "all" trains every token.
         add_eos: Append, and train, the end-of-sequence token unless the format ends with one. A last answer that the
             chat template ends without a token (GLM-4) gets the one at which generation stops.
@@ -153,10 +159,35 @@ class PackedDataModule(SplitDataModule):
             max_reject_share=max_reject_share, rejected_path=rejected_path, show_progress=show_progress,
         )  # fmt: skip
         self.record_options(locals())
+        # The tokenizer, and its copy with the chat template of the options; its file is read once.
+        self._templated: tuple[Any, Any] | None = None
         self._training: TrainingPlan | TrainingStream | None = None
         # The position at which the rest of the run, or its next epoch, begins; and Lightning's own count there.
         self._position = 0
         self._anchor: int | None = None
+
+    @property
+    def trained_tokenizer(self) -> Any:
+        """``tokenizer`` with the template of ``chat_template``, which the trained model needs for conversations."""
+        tokenizer, chosen = self.tokenizer, self.options.chat_template
+        if tokenizer is None or chosen is None:
+            return tokenizer
+        if self._templated is None or self._templated[0] is not tokenizer:
+            self._templated = (tokenizer, with_template(tokenizer, read_template(tokenizer, chosen)))
+        return self._templated[1]
+
+    @property
+    def answer_end(self) -> int | None:
+        """The control token that ends trained answers, if generation does not stop there; None for plain text."""
+        stop_ids = getattr(self._module, "stop_ids", None)
+        if stop_ids is None or self.is_plain:
+            return None
+        return find_answer_end(self.trained_tokenizer, options=self.options, stop_ids=stop_ids)
+
+    @property
+    def image_encoder(self) -> ImageEncoder | None:
+        """The processor of images, given here or by the LightningModule; None if there is none."""
+        return find_image_encoder(self._given_tokenizer, module=self._module)
 
     @property
     def plan(self) -> StepPlan:

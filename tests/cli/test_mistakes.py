@@ -74,6 +74,8 @@ ANSWERED = [
     (["push", "nope.ckpt", "me/mine"], 1, "There is nothing at nope.ckpt"),
     (["push", ".", "me/mine"], 1, "no model's folder"),
     (["push", ".", "a/b/c"], 1, "REPO must be owner/name"),
+    (["push", ".", "me/a--b"], 1, "Cannot have -- or .."),
+    (["push", ".", "me/mine.git"], 1, "cannot end by '.git'"),
     (["export", ".", "out", "--gguf", "q4"], 1, "--gguf must be one of"),
     (["export", ".", "out", "--llama-cpp", "nope"], 1, "nope has no convert_hf_to_gguf.py"),
     (["export", "nope.ckpt", "out"], 1, "There is nothing at nope.ckpt"),

@@ -337,6 +337,13 @@ def test_push_shows_and_uploads_only_if_asked(here, tmp_path, capsys, monkeypatc
     assert ".hidden" not in sent
     assert b"| learning_rate | 0.01 |" in sent["README.md"].path_or_fileobj
 
+    # A name without owner is one of the own account, which the hub answers with.
+    assert main(["push", str(tmp_path / "out"), "mine", "--yes"]) == 0
+    (repository, operations), _ = api.create_commit.call_args
+    (card,) = [operation.path_or_fileobj for operation in operations if operation.path_in_repo == "README.md"]
+    assert repository == "me/mine"
+    assert b'PeftModel.from_pretrained(base, "me/mine")' in card
+
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert "hf auth login" in answer(["push", str(tmp_path / "out"), "me/mine", "--yes"])[1]
 

@@ -236,6 +236,7 @@ def test_loftq_makes_up_for_what_nf4_loses(bases, tmp_path):
         base, tmp_path, lora={**lora, "init_lora_weights": "loftq"}, max_steps=1, learning_rate=0.0, **options
     )
     assert look.table["fused layers"].state == "active"
+    assert look.table["LoRA"].reason.endswith("; loftq")
     plain = FineTuner(base, lora=lora, **options)
     plain.configure_model()
     dense = open_base(base)
@@ -259,6 +260,7 @@ def test_eva_takes_the_directions_of_the_first_packs(bases, tmp_path):
     ranks = {name: value.shape[0] for name, value in look.start.items() if "lora_A" in name}
     assert len(set(ranks.values())) > 1
     assert sum(ranks.values()) <= 2 * 14
+    assert look.table["LoRA"].reason.endswith("; eva")
     directions = [value for name, value in look.start.items() if "lora_A" in name]
     for a_RD in directions:
         assert_close(a_RD @ a_RD.T, torch.eye(len(a_RD)), bound=1e-4)

@@ -51,6 +51,7 @@ class Facts(NamedTuple):
         lora: Main fields of the adapters; empty without adapters.
         record: A checkpoint's hyperparameters, record of the run and command; empty if they are not known.
         task: "CausalLM", or "SequenceClassification" or "TokenClassification" for a reward model.
+        revision: Revision of the base on the hub; None for its default branch.
     """
 
     base: str
@@ -58,6 +59,7 @@ class Facts(NamedTuple):
     lora: Mapping[str, Any]
     record: Mapping[str, Any]
     task: str = "CausalLM"
+    revision: str | None = None
 
 
 def facts_of(opened: Opened, *, kind: str) -> Facts:
@@ -65,7 +67,7 @@ def facts_of(opened: Opened, *, kind: str) -> Facts:
     settings = opened.record.get("hyper_parameters") or {}
     config = next(iter(getattr(opened.module.model, "peft_config", {}).values()), None)
     lora = settings.get("lora") or ({} if config is None else {name: getattr(config, name) for name in _LORA})
-    return Facts(opened.base, kind, lora, opened.record)
+    return Facts(opened.base, kind, lora, opened.record, revision=opened.revision)
 
 
 def read_facts(folder: Path) -> Facts:
@@ -75,7 +77,8 @@ def read_facts(folder: Path) -> Facts:
         return Facts("", "all weights", {}, {}, read_task(folder))
     config = json.loads(file.read_text(encoding="utf-8"))
     base = str(config.get("base_model_name_or_path") or "unknown")
-    return Facts(base, "adapters", {name: config.get(name) for name in _LORA}, {}, read_task(folder))
+    lora = {name: config.get(name) for name in _LORA}
+    return Facts(base, "adapters", lora, {}, read_task(folder), config.get("revision"))
 
 
 def render_card(facts: Facts, *, title: str = "") -> str:
@@ -98,6 +101,8 @@ def render_card(facts: Facts, *, title: str = "") -> str:
         tags=[_TAG, *(["lora"] if facts.kind == "adapters" else [])],
     )
     named = base if _is_hub_id(facts.base) else f"the local model `{base}`"
+    if facts.revision is not None and _is_hub_id(facts.base):
+        named += f" (revision `{facts.revision}`)"
     method = {"adapters": "LoRA", "merged weights": "LoRA merged", "all weights": "fine-tuned"}[facts.kind]
     title = title or f"{base.rpartition('/')[2]}, {method}"
     what = {
@@ -105,7 +110,7 @@ def render_card(facts: Facts, *, title: str = "") -> str:
         "merged weights": f"{named} with trained LoRA adapters merged into its weights",
         "all weights": f"{named}, with every weight fine-tuned" if base else "the weights of a model",
     }[facts.kind]
-    what = what[0].upper() + what[1:] if named != base else what
+    what = what if _is_hub_id(facts.base) else what[0].upper() + what[1:]
     parts = [f"---\n{metadata.to_yaml()}\n---", f"# {title}", f"{what}, trained with lightning_fastft."]
     tables = (
         ("Data", _describe_data(run.get("data", {}))),
@@ -184,6 +189,7 @@ def _use_of(facts: Facts, *, base: str) -> str:
     auto_class = f"AutoModelFor{facts.task}"
     if facts.kind == "adapters":
         labels = "" if facts.task == "CausalLM" else ", num_labels=1"
+        labels += "" if facts.revision is None or not _is_hub_id(base) else f', revision="{facts.revision}"'
         return (
             f"from peft import PeftModel\nfrom transformers import {auto_class}\n\n"
             f'base = {auto_class}.from_pretrained("{base}"{labels}, dtype="auto")'

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from lightning_fastft.hf.images import ImageEncoder
+    from lightning_fastft.hf.loading.source import ModelSource
     from lightning_fastft.training.fine_tuner import FineTuner
 
 
@@ -60,12 +63,16 @@ class Opened(NamedTuple):
         notes: Remarks for the user.
         record: A checkpoint's hyperparameters, ``describe_run`` and command; empty for folders.
         base: Name of the base model, or of the model itself.
+        revision: Revision of the base on the hub; None for its default branch.
+        images: The processor of images; None if there is none.
     """
 
     module: FineTuner
     notes: list[str]
     record: dict[str, Any]
     base: str
+    revision: str | None
+    images: ImageEncoder | None
 
 
 def add_options(arguments: ArgumentParser) -> None:
@@ -177,30 +184,45 @@ def _open_checkpoint(request: Request) -> Opened:
     """Build the model of a checkpoint and load its trained weights."""
     import torch
 
+    from lightning_fastft.hf.generation import add_stop
     from lightning_fastft.training.fine_tuner import FineTuner
     from lightning_fastft.training.model.run_record import RUN_KEY
 
     content = _read_checkpoint(request.source)
     options = _tuner_options(request, content)
     has_adapters = options.get("lora") is not None
+    dtype, is_quantised = options["dtype"], options.get("quantization") is not None
+    is_cast = request.is_merged and has_adapters and (is_quantised or options["init"] == "random")
+    if is_cast:
+        # NF4 codes and random weights depend on the dtype: they are made in that of the run, and then cast.
+        options["dtype"] = content["fastft_base"].get("dtype", dtype)
     # Random weights are recreated from the seed of the run.
     torch.manual_seed(content["fastft_base"]["seed"])
     module = FineTuner(**options).to(request.device)
     assert module.source is not None
     notes = []
-    if request.is_merged and has_adapters and options.get("quantization") is not None:
+    if request.is_merged and has_adapters and is_quantised:
         notes.append(
-            f"merged into the weights of {module.source.name} dequantised from NF4 to {options['dtype']}, as in "
-            "training; they differ from the original weights by the 4-bit rounding"
+            f"merged into the weights of {module.source.name} dequantised from NF4 to {dtype}, as in training; they "
+            "differ from the original weights by the 4-bit rounding"
         )
-        _register_dequantise(module)
+    if is_cast:
+        _register_dequantise(module, dtype)
     module.configure_model()
     module.on_load_checkpoint(content)
     module.load_state_dict(content["state_dict"], strict=not has_adapters)
     # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
     module.teardown("export")
+    if module.answer_end is not None:
+        _find_base(module.model).generation_config = add_stop(module.model.generation_config, module.answer_end)
+    if module.tokenizer is not None:
+        module.tokenizer.chat_template = module.trained_tokenizer.chat_template
     record = {name: content.get(name) for name in ("hyper_parameters", RUN_KEY, COMMAND_KEY)}
-    return _finish(module, notes, record=record, base=module.source.name)
+    return _finish(module, notes, record=record, source=module.source)
+
+
+def _find_base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
@@ -236,6 +258,10 @@ def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
     if has_adapters and not any(options["lora"].get(field) for field in ("target_modules", "target_parameters")):
         # Checkpoints hold the names of default targets. Those of earlier versions do not, whose default was all-linear.
         options["lora"] = {**options["lora"], "target_modules": "all-linear"}
+    # The tokens of the run are those of its data.
+    options["tokenizer"] = (content.get("datamodule_hyper_parameters") or {}).get("tokenizer") or options.get(
+        "tokenizer"
+    )
     if options["init"] == "random" and options["dtype"] == "auto":
         # Weights that are drawn in another dtype differ.
         options["dtype"] = content["fastft_base"].get("dtype", "auto")
@@ -273,6 +299,8 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 def _open_adapters(request: Request) -> Opened:
     """Build the base model of a PEFT folder and add the adapters."""
     from lightning_fastft.hf.export import open_adapters, read_base_name
+    from lightning_fastft.hf.generation import add_stop, read_stops
+    from lightning_fastft.hf.loading.source import read_stop_ids
     from lightning_fastft.training.fine_tuner import FineTuner
 
     if read_task(request.source) != "CausalLM":
@@ -281,20 +309,24 @@ def _open_adapters(request: Request) -> Opened:
             "head. Read it with PEFT on a base that AutoModelForSequenceClassification (of steps: "
             "AutoModelForTokenClassification) has loaded with num_labels=1. fastft push without --merge uploads it."
         )
-    name = request.base or read_base_name(request.source)
+    name, revision = (request.base, None) if request.base else read_base_name(request.source)
     if not name:
         raise OptionError(f"{request.source} does not say which model its adapters belong to. Add --base NAME.")
-    dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
-    tokenizer = str(request.source) if (request.source / "tokenizer_config.json").is_file() else name
-    base = FineTuner(name, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
+    dtype = _merge_dtype(request, {"model": name, "revision": revision, "dtype": "auto"})
+    tokenizer = str(request.source) if (request.source / "tokenizer_config.json").is_file() else None
+    base = FineTuner(name, revision=revision, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     is_quantised = _is_bnb(base)
     if request.is_merged and is_quantised:
-        _register_dequantise(base)
+        _register_dequantise(base, dtype)
     base.configure_model()
     module = FineTuner(open_adapters(base.model, request.source), tokenizer=base.tokenizer)
+    module.given_images = base.image_encoder
+    for token in set(read_stops(request.source)).difference(read_stop_ids(base.model.generation_config.eos_token_id)):
+        module.answer_end = token
+        base.model.generation_config = add_stop(base.model.generation_config, token)
     weights = "dequantised from 4 bits" if is_quantised else "as its files hold them"
     notes = [f"merged into the weights of {name} {weights}, in {dtype}"] if request.is_merged else []
-    return _finish(module, notes, record={}, base=name)
+    return _finish(module, notes, record={}, source=base.source)
 
 
 def _open_whole(request: Request) -> Opened:
@@ -305,20 +337,27 @@ def _open_whole(request: Request) -> Opened:
     dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
     module = FineTuner(name, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     module.configure_model()
-    return _finish(module, [], record={}, base=name)
+    return _finish(module, [], record={}, source=module.source)
 
 
-def _finish(module: FineTuner, notes: list[str], *, record: dict[str, Any], base: str) -> Opened:
+def _finish(module: FineTuner, notes: list[str], *, record: dict[str, Any], source: ModelSource | None) -> Opened:
     """Set the model to evaluation, without memory for a backward."""
+    from lightning_fastft.hf.images import ImageEncoder
+
+    assert source is not None
+    if module.image_encoder is None and source.has_processor:
+        # A tokenizer of its own may come without the processor of the model.
+        module.given_images = ImageEncoder(source)
     module.model.eval()
     module.model.requires_grad_(requires_grad=False)
-    return Opened(module, notes, record, base)
+    return Opened(module, notes, record, source.name, source.revision, module.image_encoder)
 
 
-def _register_dequantise(module: FineTuner) -> None:
+def _register_dequantise(module: FineTuner, dtype: str) -> None:
+    from lightning_fastft.hf.dtypes import DTYPES
     from lightning_fastft.hf.export import dequantise
 
-    module.register_transform("dense weights to merge into", dequantise)
+    module.register_transform("dense weights to merge into", partial(dequantise, dtype=DTYPES[dtype]))
 
 
 def _is_bnb(module: FineTuner) -> bool:
@@ -344,5 +383,8 @@ def _merge_dtype(request: Request, options: dict[str, Any]) -> str:
         return "bfloat16"
     from lightning_fastft.hf.loading.source import ModelSource
 
-    held = getattr(ModelSource(options["model"], init="random").config.get_text_config(decoder=True), "dtype", None)
+    config = ModelSource(options["model"], init="random", revision=options.get("revision")).config
+    # The text part of a model with an image tower often leaves the dtype to the whole.
+    found = (getattr(part, "dtype", None) for part in (config.get_text_config(decoder=True), config))
+    held = next((dtype for dtype in found if dtype is not None), None)
     return "bfloat16" if held is None else str(held).removeprefix("torch.")

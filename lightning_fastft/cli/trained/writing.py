@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_fastft.cli.trained.card import facts_of, render_card
 from lightning_fastft.cli.trained.opening import Opened, Request, open_trained
@@ -55,4 +55,8 @@ def write_trained(
     kind: Kind = "merged weights" if is_merged else "adapters" if module.has_adapters else "all weights"
     export = export_adapters if kind == "adapters" else export_merged
     card = render_card(facts_of(opened, kind=kind), title=title)
-    return opened, kind, export(module.model, out, tokenizer=module.tokenizer, card=card), max_lora_rank
+    companions: dict[str, Any] = {"tokenizer": module.tokenizer, "images": opened.images, "card": card}
+    if kind == "adapters" and module.answer_end is not None:
+        companions["generation"] = module.model.generation_config
+    exported = export(module.model, out, **companions)
+    return opened, kind, exported, max_lora_rank

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +29,9 @@ _SILENT = MappingProxyType(
     }
 )
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+_VIDEO_FILE = "video_preprocessor_config.json"
+# The second is that of older processors.
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER_FILE = re.compile(r"^(tokenizer|vocab|merges|spiece|sentencepiece|tekken)|\.(model|tiktoken|vocab)$")
 
 
@@ -185,6 +189,18 @@ class ModelSource:
             return any((Path(self.model) / name).is_file() for name in _PROCESSOR_FILES)
         options = {"revision": self.revision or "main", **_SILENT}
         return any(cached_file(self.model, name, **options) is not None for name in _PROCESSOR_FILES)
+
+    def copy_processor(self, folder: Path, *, with_template: bool) -> None:
+        """Copy the files of the image processor, and its chat template if wanted, as they are; not those of the
+        tokenizer. For a hub id, small files may be downloaded.
+        """
+        from transformers.utils.hub import cached_file
+
+        names = [*_PROCESSOR_FILES, _VIDEO_FILE, *(_TEMPLATE_FILES if with_template else ())]
+        for name in names:
+            found = cached_file(self.model, name, revision=self.revision or "main", **_SILENT)
+            if found is not None:
+                shutil.copyfile(found, folder / name)
 
     def processor_settings(self) -> str:
         """Return the text of the processor's files; for a hub id its name and revision."""

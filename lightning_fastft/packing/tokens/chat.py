@@ -5,6 +5,7 @@ Spans are in characters, because a token mask is wrong for tokenizers that omit 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -36,6 +37,7 @@ from lightning_fastft.packing.tokens.turns import SENTINEL, Render, TurnFinder, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TokenizerT = TypeVar("TokenizerT", bound="PreTrainedTokenizerBase | None")
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Errors of templates on messages that they were not written for.
 _TEMPLATE_ERRORS = (
@@ -77,6 +79,18 @@ def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
     if isinstance(own, dict):
         return own.get("default" if chosen is None else chosen, chosen)
     return own if chosen is None else chosen
+
+
+def with_template(tokenizer: TokenizerT, template: str | None) -> TokenizerT:
+    """Return a tokenizer whose chat template is a text: the given one if it has it, else a copy that shares its parts.
+
+    None keeps the template of the tokenizer.
+    """
+    if tokenizer is None or template is None or tokenizer.chat_template == template:
+        return tokenizer
+    copied = copy.copy(tokenizer)
+    copied.chat_template = template
+    return copied
 
 
 class ChatRenderer:

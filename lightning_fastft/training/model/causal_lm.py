@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,7 +176,12 @@ class CausalLMModule(LightningModule):
         if not self._is_built:
             return []
         sharding = [] if self._sharding is None else [self._sharding]
-        model = describe_model(self.model, quantization=self.quantization, skipped=self._skipped_targets)
+        model = describe_model(
+            self.model,
+            quantization=self.quantization,
+            skipped=self._skipped_targets,
+            initialisation=None if self.lora is None else self.lora.init_lora_weights,
+        )
         copies = [] if self.low_precision_adapters is None else [self.low_precision_adapters.status]
         return [*sharding, *model, *copies]
 
@@ -370,31 +374,3 @@ class CausalLMModule(LightningModule):
         return self
 
     # Generation.
-
-    def generate(
-        self,
-        prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
-        *,
-        max_new_tokens: int = 128,
-        **options: Any,
-    ) -> list[str]:
-        """Generate a continuation of each prompt in evaluation mode, and restore the mode of every module.
-
-        Args:
-            prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
-            max_new_tokens: Most tokens to write.
-            **options: Of transformers' ``generate``, for example ``do_sample=False``.
-
-        Raises:
-            OptionError: There is no model or no tokenizer.
-        """
-        from lightning_fastft.hf.generation import generate_texts
-
-        tokenizer = self.tokenizer
-        if self.model is None or tokenizer is None:
-            raise OptionError(
-                "generate needs a model and a tokenizer; "
-                f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
-            )
-        options["max_new_tokens"] = max_new_tokens
-        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)

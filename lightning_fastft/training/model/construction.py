@@ -287,18 +287,26 @@ def add_lora(
     """
     from lightning_fastft.hf.lora import add_adapters
     from lightning_fastft.hf.lora_folders import add_frozen_adapters, check_adapter_base, load_adapter
-    from lightning_fastft.hf.lora_init import initialise_loftq
+    from lightning_fastft.hf.lora_init import ADAPTER, initialise_loftq
 
     compute_dtype = model.dtype
     adapter, frozen_adapters = options.adapter, options.frozen_adapters or ()
     for folder in (*([] if adapter is None else [adapter]), *frozen_adapters):
-        check_adapter_base(folder, base=model, accept_other=options.accept_other_base)
+        check_adapter_base(folder, base=model, source=source, accept_other=options.accept_other_base)
+    if source is not None and adapter is None and lora.revision not in (None, source.revision):
+        raise OptionError(
+            f"lora.revision={lora.revision!r} is not the revision of the model that is loaded "
+            f"({source.revision or 'the default branch'}). Give revision={lora.revision!r} beside the model."
+        )
     with_loftq = lora.init_lora_weights == "loftq"
     if with_loftq:
         # Saved adapters must not ask PEFT for LoftQ, which would quantise the base that they are loaded onto.
         lora.init_lora_weights = True
     with nullcontext() if filler is None else filler.placeholders(model):
         adapted = add_adapters(model, lora=lora, adapter_dtype=adapter_dtype, seed=seed)
+        if source is not None:
+            # As get_peft_model(revision=...): what reads the saved adapters loads this revision of the base.
+            adapted.peft_config[ADAPTER].revision = source.revision
         if adapter is not None:
             load_adapter(adapted, adapter)
         if frozen_adapters:
@@ -319,8 +327,10 @@ def add_lora(
     return adapted
 
 
-def describe_model(model: Any, *, quantization: str | None, skipped: Mapping[str, int] | None) -> list[Status]:
-    """Return the statuses of the NF4 base and of LoRA."""
+def describe_model(
+    model: Any, *, quantization: str | None, skipped: Mapping[str, int] | None, initialisation: object
+) -> list[Status]:
+    """Return the statuses of the NF4 base and of LoRA, with the initialisation that was asked for."""
     found = [Status("NF4 base", "inactive", "not asked for")]
     if quantization is not None:
         from lightning_fastft.hf.expert_nf4 import describe_experts
@@ -333,5 +343,6 @@ def describe_model(model: Any, *, quantization: str | None, skipped: Mapping[str
         from lightning_fastft.hf.lora_targets import describe_adapters
 
         lora = next(iter(model.peft_config.values()))
-        found.append(Status("LoRA", "active", describe_adapters(model, lora, skipped=skipped)))
+        shown = describe_adapters(model, lora, skipped=skipped, initialisation=initialisation)
+        found.append(Status("LoRA", "active", shown))
     return found

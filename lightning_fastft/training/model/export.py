@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from lightning_fastft.hf.images import ImageEncoder
     from lightning_fastft.hf.lora_init import Initial
 
 
@@ -16,13 +17,15 @@ def save_model(
     folder: str,
     *,
     tokenizer: Any,
+    images: ImageEncoder | None,
+    answer_end: int | None,
     is_sharded: bool,
     is_writer: bool,
     has_adapters: bool,
     compute_dtype: torch.dtype,
     initial: Initial | None,
 ) -> None:
-    """Write adapters or a whole model, and the tokenizer.
+    """Write adapters or a whole model, the tokenizer and the processor of images.
 
     Sharded weights are gathered, so every rank makes this call.
 
@@ -30,7 +33,9 @@ def save_model(
         UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
         CheckpointNotSavedError: Stock PEFT reads other adapters than were saved; the folder is as before.
     """
+    from lightning_fastft.hf.companions import write_companions
     from lightning_fastft.hf.export import check_readable, save_adapters, share_weights
+    from lightning_fastft.hf.generation import add_stop
 
     has_peft = hasattr(model, "peft_config")
     if has_peft:
@@ -51,5 +56,5 @@ def save_model(
     else:
         model.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
         share_weights(Path(folder))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    generation = None if answer_end is None else add_stop(model.generation_config, answer_end)
+    write_companions(Path(folder), tokenizer=tokenizer, images=images, generation=generation)

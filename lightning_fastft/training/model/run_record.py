@@ -28,6 +28,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
     return {
         "tuner": type(trainer.lightning_module).__name__,
         "data": _describe_data(getattr(trainer, "datamodule", None)),
+        "answer_end": getattr(trainer.lightning_module, "answer_end", None),
         "epochs": int(trainer.current_epoch) + 1,
         "optimizer_steps": int(trainer.global_step),
         "packs_per_step": int(trainer.accumulate_grad_batches) * int(trainer.world_size),
@@ -68,6 +69,9 @@ def _describe_data(data: Any) -> dict[str, Any]:
     if not isinstance(data, PackedDataModule):
         return {}
     found: dict[str, Any] = {"max_tokens": data.max_tokens}
+    if data.options.chat_template is not None and data.trained_tokenizer is not None:
+        # The text, because its file may change after the training.
+        found["chat_template"] = data.trained_tokenizer.chat_template
     for split in ("train", "val"):
         report, subset = data.report(split), data.subset(split)
         if subset is not None:

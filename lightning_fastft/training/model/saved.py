@@ -1,4 +1,4 @@
-"""SavedCausalLM: a CausalLMModule that is saved, resumed and exported."""
+"""SavedCausalLM: a TextCausalLM that is saved, resumed and exported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_fastft.checkpoint.io import local_path
 from lightning_fastft.checkpoint.remote import downloaded, is_remote
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.model.base_identity import check_adapter_names, check_base, describe_base
-from lightning_fastft.training.model.causal_lm import CausalLMModule
 from lightning_fastft.training.model.export import save_model
 from lightning_fastft.training.model.run_record import RUN_KEY, describe_run, warn_of_other_tuner
+from lightning_fastft.training.model.texts import TextCausalLM
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_fastft.hf.lora_init import Initial
 
 
-class SavedCausalLM(CausalLMModule):
+class SavedCausalLM(TextCausalLM):
     """Save what is trained, load it onto the same base, and export plain PEFT or transformers files.
 
     Args:
@@ -122,6 +122,7 @@ class SavedCausalLM(CausalLMModule):
         """
         if self._trainer is not None:
             warn_of_other_tuner(self.trainer, checkpoint.get(RUN_KEY, {}))
+        self._read_tokenizer(checkpoint, run=checkpoint.get(RUN_KEY, {}))
         if self.has_adapters:
             check_base(
                 checkpoint.get("fastft_base", {}),
@@ -137,7 +138,9 @@ class SavedCausalLM(CausalLMModule):
         self._seed = checkpoint.get("fastft_base", {}).get("seed", self._seed)
 
     def save_pretrained(self, folder: str) -> None:
-        """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and the tokenizer.
+        """Write a plain PEFT adapter, or a plain transformers model where all weights are trained, and its companions:
+        the tokenizer with the chat template of the training data, the processor of images, and a generation
+        configuration that stops where the answers of the data end.
 
         Adapters of PiSSA and OLoRA are written as plain LoRA of twice the rank, which fits the original base.
 
@@ -155,7 +158,9 @@ class SavedCausalLM(CausalLMModule):
         save_model(
             self.model,
             folder,
-            tokenizer=self.tokenizer,
+            tokenizer=self.trained_tokenizer,
+            images=self.image_encoder,
+            answer_end=self.answer_end,
             is_sharded=self.is_sharded,
             is_writer=self._trainer is None or self.trainer.is_global_zero,
             has_adapters=self.has_adapters,

@@ -1,0 +1,222 @@
+"""The tokenizer, chat template and processor of the training data go with the model: texts, checkpoints and files."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from lightning_fastft.cli.command import main
+from lightning_fastft.cli.trained.opening import Request, open_trained
+from lightning_fastft.monitor.generate_samples import GenerateSamples
+from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.training.fine_tuner import FineTuner
+from tests.support.tiny_models import VOCABULARY, build_tiny
+from tests.support.training_parts import quiet_data, quiet_trainer
+from tests.support.vision import build_processor, build_vision_model
+
+register_strategies()
+
+OWN = "{% for message in messages %}w1 {{ message.content }} <eos>{% endfor %}"
+GIVEN = "{% for message in messages %}w2 {{ message.content }} <eos>{% endfor %}"
+CHAT = [{"role": "user", "content": "w5 w6"}]
+ROWS = [{"messages": [*CHAT, {"role": "assistant", "content": "w7 w8"}]}] * 4
+
+
+def build_words(template, *, prefix="w"):
+    words = {"<eos>": 0, **{f"{prefix}{index}": index for index in range(1, VOCABULARY)}}
+    core = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", chat_template=template)
+
+
+@pytest.fixture
+def base(tmp_path):
+    folder = tmp_path / "base"
+    build_tiny("qwen3", eos_token_id=0).save_pretrained(folder)
+    build_words(OWN).save_pretrained(folder)
+    return folder
+
+
+def train(tmp_path, base, *, callbacks=(), rows=ROWS, tuner_options=None, **options):
+    module = FineTuner(str(base), **{"lora": {"r": 2}, **(tuner_options or {})})
+    data = quiet_data(rows, max_tokens=32, num_workers=0, **options)
+    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=1, callbacks=list(callbacks))
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    return module
+
+
+def prompts_of(module, monkeypatch):
+    """Return the token ids that the module generates from."""
+    seen = []
+    monkeypatch.setattr("lightning_fastft.hf.generation._write_texts", lambda *a, **k: seen.append(a[2]) or [""])
+    module.generate([CHAT])
+    return seen[0][0]
+
+
+@pytest.mark.parametrize("way", ["text", "file"])
+@pytest.mark.parametrize("tuner_options", [{}, {"lora": None}], ids=["adapters", "whole"])
+def test_the_chat_template_of_the_data_is_saved_and_used(way, tuner_options, base, tmp_path, monkeypatch):
+    file = tmp_path / "given.jinja"
+    file.write_text(GIVEN)
+    template = str(file) if way == "file" else GIVEN
+    module = train(tmp_path, base, chat_template=template, tuner_options=tuner_options)
+    # Its file is read once; a checkpoint has the text.
+    file.unlink()
+    module.save_pretrained(str(tmp_path / "saved"))
+    loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded.configure_model()
+    loaded.save_pretrained(str(tmp_path / "loaded"))
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 0
+    for name in ("saved", "loaded", "out"):
+        assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template == GIVEN
+    assert prompts_of(module, monkeypatch) == prompts_of(loaded, monkeypatch) == [2, 5, 6, 0]
+    # The tokenizer that was trained with is not changed: caches of tokens know it by its template.
+    assert module.tokenizer.chat_template == OWN
+
+
+def test_without_a_template_of_the_data_the_tokenizer_keeps_its_own(base, tmp_path, monkeypatch):
+    module = train(tmp_path, base)
+    assert module.trained_tokenizer is module.tokenizer
+    module.save_pretrained(str(tmp_path / "saved"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == OWN
+    assert prompts_of(module, monkeypatch) == [1, 5, 6, 0]
+
+
+def test_a_tokenizer_of_the_data_is_saved_instead_of_the_models_own(base, tmp_path):
+    build_words(OWN, prefix="v").save_pretrained(tmp_path / "other")
+    rows = [{"messages": [{"role": "user", "content": "v5"}, {"role": "assistant", "content": "v7"}]}] * 4
+    module = train(tmp_path, base, rows=rows, tokenizer=str(tmp_path / "other"))
+    module.save_pretrained(str(tmp_path / "saved"))
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 0
+    loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded.configure_model()
+    loaded.save_pretrained(str(tmp_path / "loaded"))
+    for name in ("saved", "out", "loaded"):
+        assert AutoTokenizer.from_pretrained(tmp_path / name).convert_ids_to_tokens(5) == "v5"
+
+
+def test_samples_are_asked_in_the_chat_template_of_the_data(base, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "lightning_fastft.hf.generation.generate_texts",
+        lambda model, *, tokenizer, prompts, **options: seen.append(tokenizer.chat_template) or [""],
+    )
+    train(tmp_path, base, callbacks=[GenerateSamples([CHAT])], chat_template=GIVEN, val_paths=ROWS)
+    assert seen == [GIVEN]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("tuner_options", [{}, {"lora": None}], ids=["adapters", "whole"])
+def test_the_processor_of_images_goes_with_the_model(tuner_options, is_old, tmp_path, monkeypatch):
+    processor = build_processor("llava")
+    template = processor.chat_template
+    base = tmp_path / "base"
+    build_vision_model("llava", processor.tokenizer).save_pretrained(base)
+    processor.save_pretrained(base)
+    if is_old:
+        (base / "chat_template.jinja").unlink()
+        (base / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    rows = [{"messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "two"}]}] * 4
+    module = train(tmp_path, base, rows=rows, tuner_options=tuner_options)
+    # Rows without images need no processor.
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoProcessor, "from_pretrained", None)
+        module.save_pretrained(str(tmp_path / "saved"))
+        assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 0
+        names = ["saved", "out"]
+        if not tuner_options:
+            assert main(["export", str(tmp_path / "out"), str(tmp_path / "merged"), "--merge"]) == 0
+            names.append("merged")
+    if not tuner_options:
+        assert open_trained(Request(tmp_path / "out", torch.device("cpu"))).module.image_encoder is not None
+    for name in names:
+        assert (tmp_path / name / "processor_config.json").read_bytes() == (base / "processor_config.json").read_bytes()
+        stock = AutoProcessor.from_pretrained(tmp_path / name)
+        assert stock.chat_template == template
+        assert stock.image_processor.to_dict() == processor.image_processor.to_dict()
+
+
+def test_a_processor_that_was_given_to_the_data_goes_with_the_model(tmp_path):
+    processor = build_processor("llava")
+    base = tmp_path / "base"
+    build_vision_model("llava", processor.tokenizer).save_pretrained(base)
+    rows = [{"messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "two"}]}] * 4
+    module = train(tmp_path, base, rows=rows, tokenizer=processor)
+    module.save_pretrained(str(tmp_path / "saved"))
+    assert AutoProcessor.from_pretrained(tmp_path / "saved").patch_size == processor.patch_size
+
+
+BASE_TEMPLATE = "{% for message in messages %}w1 {{ message.content }} <end>{% endfor %}"
+
+
+@pytest.fixture
+def chatty(tmp_path):
+    """A base whose template ends answers with a control token at which its generation does not stop."""
+    folder = tmp_path / "base"
+    build_tiny("qwen3", eos_token_id=0).save_pretrained(folder)
+    # As many published ones, with a temperature that is not used.
+    generation = {"do_sample": False, "temperature": 0.6, "eos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = build_words(BASE_TEMPLATE)
+    tokenizer.add_tokens([AddedToken("w96", special=True)])
+    tokenizer.chat_template = BASE_TEMPLATE.replace("<end>", "w96")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def stops_of(folder):
+    generation = GenerationConfig.from_pretrained(folder)
+    assert generation.temperature == 0.6
+    return generation.eos_token_id
+
+
+@pytest.mark.parametrize("tuner_options", [{}, {"lora": None}], ids=["adapters", "whole"])
+def test_generation_stops_where_trained_answers_end(tuner_options, chatty, tmp_path, monkeypatch):
+    module = train(tmp_path, chatty, tuner_options=tuner_options)
+    assert module.answer_end == 96
+    assert module.model.generation_config.eos_token_id == 0
+    module.save_pretrained(str(tmp_path / "saved"))
+    loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded.configure_model()
+    loaded.save_pretrained(str(tmp_path / "loaded"))
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 0
+    names = ["saved", "loaded", "out"]
+    if not tuner_options:
+        assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "merged"), "--merge"]) == 0
+        assert main(["export", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
+        assert main(["export", str(tmp_path / "again"), str(tmp_path / "merged again"), "--merge"]) == 0
+        names += ["merged", "again", "merged again"]
+    assert [stops_of(tmp_path / name) for name in names] == [[0, 96]] * len(names)
+    seen = []
+    for each in (module, loaded):
+        monkeypatch.setattr(each.model, "generate", lambda **options: seen.append(options) or options["input_ids"])
+        each.generate([CHAT])
+    assert [options["eos_token_id"] for options in seen] == [[0, 96]] * 2
+
+
+def test_samples_stop_where_trained_answers_end(chatty, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "lightning_fastft.hf.generation.generate_texts", lambda model, **options: seen.append(options) or [""]
+    )
+    train(tmp_path, chatty, callbacks=[GenerateSamples([CHAT])], val_paths=ROWS)
+    assert [options["eos_token_id"] for options in seen] == [[0, 96]]
+
+
+@pytest.mark.parametrize("rows", [[{"text": "w5 w6"}] * 4, [{"prompt": "w5 ", "completion": "w6 w7"}] * 4])
+def test_plain_text_leaves_the_stops_of_generation(rows, chatty, tmp_path):
+    module = train(tmp_path, chatty, rows=rows)
+    assert module.answer_end is None
+    module.save_pretrained(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved" / "generation_config.json").exists()
+
+
+def test_a_template_that_ends_answers_where_generation_stops_changes_nothing(base, tmp_path):
+    assert train(tmp_path, base).answer_end is None
+
+
+def test_a_word_that_ends_an_answer_is_no_control_token(base, tmp_path):
+    assert train(tmp_path, base, chat_template=OWN.replace("<eos>", "w9"), add_eos=False).answer_end is None
