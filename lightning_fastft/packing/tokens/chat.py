@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
+from itertools import compress, dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,7 +111,7 @@ class ChatRenderer:
         added = {
             number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         }
-        self.special_ids = frozenset({*tokenizer.all_special_ids, *added})
+        self._special_ids = frozenset({*tokenizer.all_special_ids, *added})
         self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
         self.controls = ControlTokens(tokenizer)
         self._shapes = MessageShapes(lambda messages, tools: self._apply(messages, tools=tools))
@@ -169,6 +169,11 @@ class ChatRenderer:
         if rendered.is_quoted and not self.controls.can_read_as_text(rendered):
             return self.controls.unquote(rendered)
         return rendered
+
+    def ends_with_control(self, ids: Sequence[int]) -> bool:
+        """Return whether ids end with a control token, white space aside: marks often hold the line break behind it."""
+        words = dropwhile(lambda token: not self._tokenizer.decode([token]).strip(), reversed(ids))
+        return next(words, None) in self._special_ids
 
     def _render(
         self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None
