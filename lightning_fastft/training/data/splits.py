@@ -128,9 +128,9 @@ class SplitDataModule(RecordedDataModule):
     def tokenizer(self) -> Any:
         """The tokenizer given here, else the one of the LightningModule; None if neither has one."""
         if isinstance(self._tokenizer, str):
-            from lightning_fastft.hf.loading.source import ModelSource
+            from lightning_fastft.hf.loading.source import load_given_tokenizer
 
-            self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
+            self._tokenizer = load_given_tokenizer(self._tokenizer)
         return getattr(self._module, "tokenizer", None) if self._tokenizer is None else self._tokenizer
 
     @tokenizer.setter
