@@ -412,6 +412,7 @@ def test_help_names_every_command_and_config(capsys, answer):
     assert status == 1
     assert "Unknown command 'frobnicate'" in text
     assert "Did you mean doctor?" in answer(["docter"])[1]
+    assert "trainer.predict(tuner, data, ckpt_path=CHECKPOINT)" in answer(["predict", "--config", "demo"])[1]
 
 
 @pytest.mark.parametrize(
