@@ -103,9 +103,15 @@ class OffloadCheckpointing:
             )
         # Tiles from the start; "auto" may add tiles to a stack later.
         self.mlp_tiles = 1 if mlp_tiles == "auto" else check_int("mlp_tiles", mlp_tiles, low=1, high=1024)
+        vram_budget_bytes = _read_gib("vram_budget", vram_budget)
+        if vram_budget_bytes == 0:
+            raise OptionError(
+                f"vram_budget must be more than 0 GiB, got {vram_budget}: no step runs without memory. Use 'auto', or "
+                "policy 'recompute' for the least memory."
+            )
         self.options = StackOptions(
             policy=policy,
-            vram_budget_bytes=_read_gib("vram_budget", vram_budget),
+            vram_budget_bytes=vram_budget_bytes,
             host_budget_bytes=_read_gib("host_budget", host_budget),
             buffers=check_int("buffers", buffers, low=1, high=8),
             weights=weights,

@@ -229,9 +229,11 @@ def explain_missing_files(error: OSError | ValueError) -> str:
     }
     if not calls & {("transformers", name) for name in _READERS}:
         return ""
+    named = (frame.f_locals.get("pretrained_model_name_or_path") for frame, _ in traceback.walk_tb(error.__traceback__))
+    name = next((repr(value) for value in named if isinstance(value, str)), "--model.model")
     return (
         f"error: the model's files could not be read: {' '.join(str(error).split()) or type(error).__name__}\n"
-        f"hint: --model.model must be a name on huggingface.co or a folder (searched from {Path.cwd()}); gated models "
+        f"hint: {name} must be a name on huggingface.co or a folder (searched from {Path.cwd()}); gated models "
         "need `hf auth login`\n"
         "hint: without a network set HF_HUB_OFFLINE=1 and give a local folder; fastft demo writes a small model to "
         "runs/demo/trained\n"

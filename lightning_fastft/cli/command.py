@@ -94,6 +94,8 @@ def _run(command: str, words: list[str]) -> int:
     alike = difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)
     near = COMMANDS.get(command.lower()) or next(iter(alike), "")
     advice = f" Did you mean {near}?" if near else ""
+    if command == "predict":
+        advice = " Predict in Python, with predict_paths: trainer.predict(tuner, data, ckpt_path=CHECKPOINT)."
     raise OptionError(f"Unknown command {command!r}.{advice} Allowed are {', '.join((*TRAINER_COMMANDS, *HELP))}.")
 
 

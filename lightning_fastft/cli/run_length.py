@@ -36,14 +36,23 @@ _NEEDED = {
 
 
 def check_has_end(options: Mapping[str, Any]) -> None:
-    """Refuse a run without an end, which Lightning would train for 1,000 epochs.
+    """Refuse a run without an end, which Lightning would train for 1,000 epochs, and one that ends before its first
+    step, silently.
 
     Args:
         options: Those of the trainer.
 
     Raises:
-        OptionError: max_epochs, max_steps and max_time are not set.
+        OptionError: max_epochs, max_steps and max_time are not set, or one option leaves nothing to train.
     """
+    for name in ("max_epochs", "max_steps", "limit_train_batches"):
+        value = options.get(name)
+        # fast_dev_run sets all of them.
+        if value == 0 and not isinstance(value, bool) and not options.get("fast_dev_run"):
+            raise OptionError(
+                f"--trainer.{name} is {value}, so nothing would be trained. Give a larger number, or evaluate with "
+                "fastft validate."
+            )
     is_endless = options.get("max_steps", -1) in (None, -1)
     if is_endless and not any(options.get(name) for name in ("max_epochs", "max_time", "fast_dev_run")):
         raise OptionError(

@@ -239,7 +239,8 @@ def _describe_rows(report: Any, path: str, rejects: Sequence[Reject]) -> dict[st
 
 
 def _remark(report: Any) -> list[str]:
-    notes = list(report.notes)
+    notes = [f"columns that are not read: {', '.join(report.unread_columns)}"] if report.unread_columns else []
+    notes += report.notes
     if report.num_duplicates:
         notes.append(f"{count(report.num_duplicates, 'example')} with the same tokens and labels as another one, kept")
     if report.num_too_long:

@@ -21,7 +21,7 @@ from lightning_fastft.packing.reading.streams import RowStream
 from lightning_fastft.packing.rows.formats import TUNERS, FormatOptions
 from lightning_fastft.packing.rows.rejects import Reject, name_reason
 from lightning_fastft.packing.step_plan import mix_bits
-from lightning_fastft.packing.store.ingest import check_share_of_rejects
+from lightning_fastft.packing.store.ingest import ROUTINE_NOTES, check_share_of_rejects
 from lightning_fastft.packing.store.report import IngestReport
 from lightning_fastft.packing.tokens.chunks import Chunk, learn_format, split_rows, take_first_rows
 from lightning_fastft.packing.tokens.formatter import PLAIN_TEXT
@@ -64,6 +64,7 @@ class Window(NamedTuple):
         packs: Documents of each pack, the most expensive pack first.
         num_labelled: Labelled tokens of each pack, without the first token of each document.
         rejects: Rows of the window that were rejected.
+        losses: What was lost of the rows that were kept, with the first row where it is known.
         digest: Digest of the tokens and labels, in the order of the packs.
         is_last: Whether the pass has no other window on this rank.
     """
@@ -72,6 +73,7 @@ class Window(NamedTuple):
     packs: list[list[Document]]
     num_labelled: list[int]
     rejects: list[Reject]
+    losses: dict[str, str]
     digest: str
     is_last: bool
 
@@ -151,6 +153,7 @@ def read_windows(
         state = begin
         while not (state.is_at_end and not state.carried):
             window_begin, documents, rejects = state, list(state.carried), list[Reject]()
+            losses: dict[str, str] = {}
             num_tokens = sum(len(document.input_ids) for document in documents)
             while num_tokens < num_packs * max_tokens and not state.is_at_end:
                 result = next(results, None)
@@ -160,6 +163,7 @@ def read_windows(
                     documents += _split_documents(result, options=setup.options)
                     num_tokens += len(result.id_T)
                     rejects += result.rejects
+                    losses = _find_losses(result) | losses
                     source, num_rows = states.popleft()
                     counts = Counter(state.rejects) + Counter(reject.reason for reject in result.rejects)
                     state = state._replace(source=source, num_rows=num_rows, rejects=dict(counts))
@@ -173,9 +177,24 @@ def read_windows(
                     sum(int((document.labels[1:] != IGNORED_LABEL).sum()) for document in pack) for pack in packs
                 ],
                 rejects=rejects,
+                losses=losses,
                 digest=_digest(packs),
                 is_last=state.is_at_end and not carried,
             )
+
+
+def _find_losses(result: ChunkResult) -> dict[str, str]:
+    """Return what was lost of the rows of a chunk, with the first row; "" where it is not known."""
+    losses = dict.fromkeys((f"column {name!r} is not read" for name in sorted(result.unread)), "")
+    if result.counts["num_truncated"]:
+        losses["rows longer than a pack are truncated"] = ""
+    if result.counts["num_split"]:
+        losses["rows longer than a pack are split"] = ""
+    return losses | {
+        note: f"row {result.first_lines[note]}" if note in result.first_lines else ""
+        for note, number in sorted(result.notes.items())
+        if number and note not in ROUTINE_NOTES
+    }
 
 
 def _read_chunks(

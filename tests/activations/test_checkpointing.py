@@ -161,6 +161,13 @@ def test_nothing_to_attach_to_is_an_error():
         OffloadCheckpointing("recompute").attach([], ModelPatcher())
 
 
+@pytest.mark.parametrize("nothing", [0, 0.0, 1e-10])
+def test_a_budget_of_nothing_is_refused_on_any_device(nothing):
+    with pytest.raises(OptionError, match="vram_budget must be more than 0 GiB"):
+        OffloadCheckpointing(vram_budget=nothing)
+    assert OffloadCheckpointing(host_budget=nothing).options.host_budget_bytes == 0
+
+
 def test_unknown_policy_is_refused():
     with pytest.raises(OptionError, match="'keep', 'offload', 'recompute'"):
         OffloadCheckpointing("always")

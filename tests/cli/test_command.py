@@ -349,7 +349,7 @@ def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answ
     assert "Traceback" not in text
     lines = [line for line in text.splitlines() if line.startswith(("error", "hint"))]
     assert lines[0].startswith("error: the model's files could not be read: ")
-    assert "--model.model" in lines[1]
+    assert lines[1].startswith("hint: 'empty' must be a name on huggingface.co or a folder")
     assert "runs/demo/trained" in lines[2]
 
 
@@ -412,6 +412,7 @@ def test_help_names_every_command_and_config(capsys, answer):
     assert status == 1
     assert "Unknown command 'frobnicate'" in text
     assert "Did you mean doctor?" in answer(["docter"])[1]
+    assert "trainer.predict(tuner, data, ckpt_path=CHECKPOINT)" in answer(["predict", "--config", "demo"])[1]
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,20 @@ def test_a_run_without_an_end_is_refused(options):
 
 @pytest.mark.parametrize(
     "options",
+    [
+        {"max_epochs": 0},
+        {"max_epochs": 1, "max_steps": 0},
+        *({"max_steps": 5, "limit_train_batches": n} for n in (0, 0.0)),
+    ],
+)
+def test_a_run_that_trains_nothing_is_refused_by_the_option_that_says_so(options):
+    with pytest.raises(OptionError, match=rf"{[*options][-1]} is 0.*nothing would be trained"):
+        check_has_end({"max_epochs": None, "max_steps": -1, **options})
+    check_has_end({"max_steps": -1, **options, "fast_dev_run": 1})
+
+
+@pytest.mark.parametrize(
+    "options",
     [{"max_epochs": 1}, {"max_epochs": -1}, {"max_steps": 5}, {"max_time": "00:01:00:00"}, {"fast_dev_run": 2}],
 )
 def test_a_run_with_one_of_the_ends_is_not_refused(options):

@@ -248,7 +248,8 @@ OPTIONS = {
     },
     "OffloadCheckpointing": {
         "policy": choice("auto", "keep", "offload", "recompute"),
-        **dict.fromkeys(("vram_budget", "host_budget"), either(choice("auto"), number(0, 2**20))),
+        "vram_budget": either(choice("auto"), number(2**-30, 2**20)),
+        "host_budget": either(choice("auto"), number(0, 2**20)),
         "buffers": whole(1, 8),
         "weights": choice("auto", "resident", "stream"),
         "mlp_tiles": whole(1, 1024),

@@ -58,7 +58,11 @@ def values_of(page):
 
 def test_nothing_of_the_data_acts_in_the_page(tmp_path):
     path = tmp_path / "<b>a.jsonl"
-    rows = [chat(HOSTILE, HOSTILE.replace("alert", "confirm")), {"messages": HOSTILE}, {"messages": [], HOSTILE: 1}]
+    rows = [
+        {**chat(HOSTILE, HOSTILE.replace("alert", "confirm")), "source": HOSTILE},
+        {"messages": HOSTILE},
+        {"messages": [], HOSTILE: 1},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     rejected = tmp_path / "rejected.jsonl"
     data = make_data(str(path), tokenizer=build_tokenizer(chat_template=UNMARKED), rejected_path=str(rejected))
@@ -70,6 +74,7 @@ def test_nothing_of_the_data_acts_in_the_page(tmp_path):
     (marked, _) = [text for text in tags.marked if text != "labelled"] + [""]
     assert marked.startswith("<script>confirm(1)</script></pre> {{ 7 * 7 }} & \\x1b[31m\\u202e")
     text = unescape(page)
+    assert re.search("columns that are not read: <script>.*, source", text)
     assert "<b>a.jsonl, 2" in text
     assert all(word in text for word in ("empty messages", "wrong type", str(rejected)))
     assert "3 rows read, 2 rejected" in text

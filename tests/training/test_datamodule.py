@@ -21,6 +21,7 @@ from lightning_fastft.core.errors import DataError, OptionError, ResumeError
 from lightning_fastft.training.data.trainer_facts import LoopFacts
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.rollouts import RolloutDataModule
+from tests.packing.conftest import UNMARKED, build_tokenizer
 from tests.support.datamodule_worker import (
     TWO_PROCESS_CASES,
     SaveAt,
@@ -582,7 +583,7 @@ class TestOptions:
     def test_rejected_rows_go_into_the_folder_of_the_logger(self, tmp_path, monkeypatch, caplog):
         monkeypatch.chdir(tmp_path)
         caplog.set_level(logging.INFO, logger="lightning.pytorch")
-        rows, logger = [*make_rows(), {"input_ids": [1]}], CSVLogger(tmp_path / "out")
+        rows, logger = [*make_rows(), {"input_ids": [1], "labels": [1]}], CSVLogger(tmp_path / "out")
         run(tmp_path, data={"rows": rows, "max_reject_share": 0.5}, trainer={"max_epochs": 1, "logger": logger})
         written = Path(logger.log_dir) / "rejected.jsonl"
         assert list(tmp_path.rglob("rejected*")) == [written]
@@ -590,9 +591,23 @@ class TestOptions:
             f"train data: 1 of 62 rows are rejected (fewer than 2 tokens 1); they are in {written}" in caplog.messages
         )
 
+    def test_what_is_lost_of_kept_rows_is_logged_and_how_they_are_read_is_not(self, caplog):
+        caplog.set_level(logging.INFO, logger="lightning.pytorch")
+        turns = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "four", "reasoning": "hm"}]
+        rows = [{"messages": turns, "source": "a"}, {"messages": [turns[0], {**turns[1], "content": "four " * 99}]}]
+        data = make_data(rows=rows, tokenizer=build_tokenizer(chat_template=UNMARKED), too_long="truncate")
+        data.setup("fit")
+        assert [message for message in caplog.messages if message.startswith("train data: ")] == [
+            "train data: columns that are not read: source",
+            "train data: 1 rows are longer than a pack: 1 truncated, 0 split, 0 pieces without trained tokens dropped",
+            "train data: 2 rows with reasoning that the chat template drops from at least one turn (the first is list of "
+            "rows, row 1)",
+        ]
+        assert "generation prompt" in data.report("train").render()
+
     def test_path_that_is_given_wins_over_the_folder_of_the_run(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        rows, logger = [*make_rows(), {"input_ids": [1]}], CSVLogger(tmp_path / "out")
+        rows, logger = [*make_rows(), {"input_ids": [1], "labels": [1]}], CSVLogger(tmp_path / "out")
         data = {"rows": rows, "max_reject_share": 0.5, "rejected_path": "mine/bad.jsonl"}
         run(tmp_path, data=data, trainer={"max_epochs": 1, "logger": logger})
         assert (tmp_path / "mine/bad.jsonl").is_file()

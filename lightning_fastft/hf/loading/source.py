@@ -324,16 +324,32 @@ class _BareErrors:
             ) from error
 
 
+def load_given_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the hub id or folder that an option names.
+
+    Raises:
+        OptionError: There is no such folder, or it holds no tokenizer.
+    """
+    _refuse_missing_path(name, option="tokenizer")
+    found = None if name.endswith(".json") else ModelSource(name).load_tokenizer()
+    if found is None:
+        raise OptionError(
+            f"tokenizer={name!r} has no files of a tokenizer, such as tokenizer.json. Give a hub id or a folder with "
+            "them."
+        )
+    return found
+
+
 def _describe(model: object) -> str:
     """Name a model argument in a message."""
     return repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
 
 
-def _refuse_missing_path(name: str) -> None:
+def _refuse_missing_path(name: str, *, option: str = "model") -> None:
     """Refuse a path to nothing, which the hub would be asked for; a hub id has one slash at most, inside.
 
     Raises:
         OptionError: There is no such folder or file.
     """
     if (name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1) and not Path(name).exists():
-        raise OptionError(f"There is no folder or file {name!r} (searched from {Path.cwd()}). Correct model.")
+        raise OptionError(f"There is no folder or file {name!r} (searched from {Path.cwd()}). Correct {option}.")

@@ -23,11 +23,13 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "conversations": (("conversations",), ("system", "tools", "images", "image")),
     "prompt_completion": (("prompt", "completion"), ("tools", "images", "image")),
     "instruction": (("instruction", "output"), ("input",)),
-    "input_ids": (("input_ids",), ("labels", "attention_mask")),
+    "input_ids": (("input_ids",), ("labels", "completion_mask", "assistant_masks", "attention_mask")),
     "text": (("text",), ()),
 }
 # Formats that also require at least one of these columns.
 ALTERNATIVES: Mapping[str, tuple[str, ...]] = {"rollouts": ("completions", "completion_ids")}
+# Optional columns that decide which tokens are trained: all rows of a source have them, or none.
+DECISIVE: Mapping[str, tuple[str, ...]] = {"input_ids": ("labels", "completion_mask", "assistant_masks")}
 # Formats whose examples are a prompt with completions, and the classes that train them. FineTuner trains all others.
 TUNERS: Mapping[str, str] = {
     "preference": "PreferenceTuner(loss='sigmoid') or RewardTuner",

@@ -34,8 +34,8 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
     """Return the messages of a conversation, without null keys and with content as one string, or as a list of parts
     if one of them is an image.
 
-    An untrained message has ``weight`` 0. A message of another role than the assistant's has ``weight`` 1 if a flag
-    asks to train it; other messages have no weight.
+    A ``function_call`` becomes a tool call. An untrained message has ``weight`` 0. A message of another role than the
+    assistant's has ``weight`` 1 if a flag asks to train it; other messages have no weight.
 
     Raises:
         RowRejectedError: The value is not a list of messages with known roles and text.
@@ -101,6 +101,7 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
         raise RowRejectedError(WRONG_TYPE, f"{where}.role must be a string, got {role!r}{keys}")
     if role not in KNOWN_ROLES:
         raise RowRejectedError(UNKNOWN_ROLE, f"{role!r} in {where}; allowed: {', '.join(sorted(KNOWN_ROLES))}")
+    _take_function_call(message, where=where)
     content = message.get("content")
     calls_a_tool = role == "assistant" and bool(message.get("tool_calls"))
     may_be_empty = calls_a_tool or role not in ("user", "assistant")
@@ -138,6 +139,16 @@ def _check_reasoning(message: dict[str, Any], *, where: str) -> None:
     for name in REASONING:
         if name in message and not check_text(message[name], column=f"{where}.{name}", may_be_empty=True).strip():
             del message[name]
+
+
+def _take_function_call(message: dict[str, Any], *, where: str) -> None:
+    """Replace ``function_call``, OpenAI's earlier form, by a tool call."""
+    call = message.pop("function_call", None)
+    if not call:
+        return
+    if message.get("tool_calls"):
+        raise RowRejectedError(WRONG_TYPE, f"{where} has both tool_calls and function_call; keep one of them")
+    message["tool_calls"] = [{"type": "function", "function": call}]
 
 
 def _check_calls(message: dict[str, Any], *, where: str) -> None:

@@ -126,10 +126,12 @@ def take_columns(
     optional: Sequence[str],
     mapping: Mapping[str, str],
     expected: frozenset[str] | None,
+    decisive: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the columns of a format under the names of this package; a null column counts as missing.
 
-    mapping has the user's name of each column where it differs; expected None accepts any other column.
+    mapping has the user's name of each column where it differs; expected None accepts any other column. decisive are
+    optional columns that no row may miss if its source has them.
 
     Raises:
         RowRejectedError: A required column is missing, or a column is not expected.
@@ -137,7 +139,8 @@ def take_columns(
     if expected is not None and not row.keys() <= expected:
         raise RowRejectedError(EXTRA_COLUMN, repr(sorted(row.keys() - expected)[0]))
     taken = {}
-    for name in required:
+    known = row.keys() if expected is None else expected
+    for name in (*required, *(name for name in decisive if mapping.get(name, name) in known)):
         theirs = mapping.get(name, name)
         if row.get(theirs) is None:
             raise RowRejectedError(MISSING_COLUMN, f"{theirs!r} is null" if theirs in row else repr(theirs))

@@ -27,7 +27,7 @@ from lightning_fastft.packing.store.completion_store import CompletionStore
 from lightning_fastft.packing.store.report import IngestReport
 
 # Increase it if the same rows give other tokens, or the same tokens other files.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Dtype of each file of a folder.
 DTYPES = {"ids": np.int32, "trained": np.uint8, "start": np.int64, "num_labelled": np.int64}
 _ALL_DTYPES = {**DTYPES, **ImageStore.DTYPES, **CompletionStore.DTYPES}

@@ -32,15 +32,20 @@ from lightning_fastft.packing.store.dataset import (
     write_file,
 )
 from lightning_fastft.packing.store.report import IngestReport, render_counts
+from lightning_fastft.packing.tokens.chat import BY_PROMPT, BY_SENTINEL
 from lightning_fastft.packing.tokens.chunks import make_chunks
+from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL
 from lightning_fastft.packing.tokens.formatter import PLAIN_TEXT
-from lightning_fastft.packing.tokens.tokenisation import ChunkResult, Setup, describe_uniform_reject
+from lightning_fastft.packing.tokens.spans import IN_PARTS
+from lightning_fastft.packing.tokens.tokenisation import ABSENT_FIELDS, ChunkResult, Setup, describe_uniform_reject
 from lightning_fastft.packing.tokens.workers import run_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Notes on how rows were read, with nothing lost. Commands other than fastft data do not repeat them.
+ROUTINE_NOTES = frozenset({BY_PROMPT, BY_SENTINEL, IN_PARTS, PLAIN_TEXT, ABSENT_FIELDS, QUOTED_CONTROL})
 # Files that are written row by row.
 _STREAMED = ("ids", "trained", "images")
 
@@ -238,6 +243,17 @@ def _add(counts: dict[str, int], name: str, count: int) -> None:
 
 def _say_where(path: Path | None) -> str:
     return "" if path is None else f" Rejected rows are in {path}."
+
+
+def describe_losses(report: IngestReport) -> list[str]:
+    """Return what was lost of the rows that were kept: columns, ends of long rows, and what notes tell."""
+    losses = [f"columns that are not read: {', '.join(report.unread_columns)}"] if report.unread_columns else []
+    if report.num_too_long:
+        losses.append(
+            f"{report.num_too_long} rows are longer than a pack: {report.num_truncated} truncated, {report.num_split} "
+            f"split, {report.num_dropped_pieces} pieces without trained tokens dropped"
+        )
+    return losses + [note for note in report.notes if not any(routine in note for routine in ROUTINE_NOTES)]
 
 
 def check_share_of_rejects(report: IngestReport, *, most: float, written: Path | None, first: str = "") -> None:

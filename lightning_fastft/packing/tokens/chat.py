@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
+from itertools import compress, dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -29,7 +29,7 @@ from lightning_fastft.packing.rows.rejects import (
 )
 from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
 from lightning_fastft.packing.tokens.deadline import template_deadline
-from lightning_fastft.packing.tokens.shapes import MessageShapes, find_dropped
+from lightning_fastft.packing.tokens.shapes import RESULT_ROLES, RESULTS_DROPPED, MessageShapes, as_parts, find_dropped
 from lightning_fastft.packing.tokens.spans import find_repeated_turns
 from lightning_fastft.packing.tokens.turn_ends import TurnEnds
 from lightning_fastft.packing.tokens.turns import SENTINEL, Render, TurnFinder, find_lead, mark_name
@@ -125,7 +125,7 @@ class ChatRenderer:
         added = {
             number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
         }
-        self.special_ids = frozenset({*tokenizer.all_special_ids, *added})
+        self._special_ids = frozenset({*tokenizer.all_special_ids, *added})
         self._end_marks = tuple(sorted({*tokenizer.all_special_tokens, *added.values()}, key=len, reverse=True))
         self.controls = ControlTokens(tokenizer)
         self._shapes = MessageShapes(lambda messages, tools: self._apply(messages, tools=tools))
@@ -164,6 +164,8 @@ class ChatRenderer:
             if messages[-1]["role"] == "assistant" and is_wanted[-1]:
                 rendered = self._ends.close(rendered, shaped, self._renderer(tool_list))
         notes += [*rendered.notes, *find_dropped(rendered.text, shaped, tool_list)]
+        if self._drops_results(shaped, tools=tool_list):
+            notes.append(RESULTS_DROPPED)
         if QUOTED_CONTROL in found and not self.controls.can_read_as_text(rendered):
             notes[notes.index(QUOTED_CONTROL)] = USED_CONTROL
             return self.controls.unquote(rendered)._replace(notes=tuple(notes))
@@ -183,6 +185,11 @@ class ChatRenderer:
         if rendered.is_quoted and not self.controls.can_read_as_text(rendered):
             return self.controls.unquote(rendered)
         return rendered
+
+    def ends_with_control(self, ids: Sequence[int]) -> bool:
+        """Return whether ids end with a control token, white space aside: marks often hold the line break behind it."""
+        words = dropwhile(lambda token: not self._tokenizer.decode([token]).strip(), reversed(ids))
+        return next(words, None) in self._special_ids
 
     def _render(
         self, messages: Sequence[dict[str, Any]], *, is_wanted: Sequence[bool], tools: list[Any] | None
@@ -262,6 +269,19 @@ class ChatRenderer:
             # A template may show the arguments alone.
             if shown is not None and mark not in shown and render(_without_call(marked, number, place), False) == shown:
                 raise RowRejectedError(TEMPLATE_DROPS, f"a tool call of turn {number}; give chat_template")
+
+    def _drops_results(self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None) -> bool:
+        """Return whether the template drops the result of a tool, such as one behind no call."""
+        marked: list[dict[str, Any]] = []
+        marks: list[str] = []
+        for number, message in enumerate(messages):
+            if message["role"] in RESULT_ROLES:
+                marks.append(f"{SENTINEL}{number}{SENTINEL}")
+                is_in_parts = isinstance(message.get("content"), list)
+                message = message | {"content": as_parts(marks[-1]) if is_in_parts else marks[-1]}
+            marked.append(message)
+        shown = self._renderer(tools)(marked, False) if marks else None
+        return shown is not None and any(mark not in shown for mark in marks)
 
     def _renderer(self, tools: list[Any] | None) -> Render:
         """Return a function that renders messages, or returns None if the template refuses them."""

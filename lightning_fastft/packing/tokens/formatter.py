@@ -347,14 +347,11 @@ class Formatter:
             is_trained[len(prefix) + begin : len(prefix) + end] = True
         if suffix:
             is_trained[-1] = True
-        if not add_ends and spans and int(input_ids[len(prefix) + spans[-1][1] - 1]) not in self._special_ids():
+        if not add_ends and spans and self._chat and not self._chat.ends_with_control(ids[slice(*spans[-1])]):
             self.notes[
                 "conversations whose last trained token is not a special token: the model may not learn to stop there"
             ] += 1
         return Encoded(input_ids, is_trained)
-
-    def _special_ids(self) -> frozenset[int]:
-        return self._chat.special_ids if self._chat is not None else frozenset()
 
 
 def _refuse_tools(tools: object) -> None:

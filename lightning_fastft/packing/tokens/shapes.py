@@ -16,8 +16,10 @@ from typing import Any
 from lightning_fastft.packing.rows.messages import REASONING
 from lightning_fastft.packing.rows.rejects import TEMPLATE_DROPS, RowRejectedError
 
+# Roles of the result of a tool.
+RESULT_ROLES = ("tool", "function")
 # Words that no template filter changes.
-_QUESTION, _ANSWER, _ARGUMENT, _THOUGHT = "40917263", "58126934", "73920514", "26481957"
+_QUESTION, _ANSWER, _ARGUMENT, _THOUGHT, _RESULT = "40917263", "58126934", "73920514", "26481957", "91736402"
 _ARGUMENTS = {"city": _ARGUMENT}
 _TOOL = {
     "name": "probe",
@@ -32,6 +34,7 @@ _TOOL = {
 _WRONG_ARGUMENTS = re.compile(rf"'{_ARGUMENT}'|\\\"{_ARGUMENT}\\\"")
 
 REASONING_DROPPED = "rows with reasoning that the chat template drops from at least one turn"
+RESULTS_DROPPED = "rows with results of tools that the chat template drops"
 TOOLS_DROPPED = "rows with tools that the chat template drops"
 WORDS_DROPPED = "rows with texts beside tool calls that the chat template drops"
 SYSTEM_DROPPED = "rows with a system message that the chat template drops"
@@ -50,7 +53,8 @@ class MessageShapes:
     def shape(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages as the template reads them.
 
-        Weights are removed. Content is a text, or parts if the template drops texts. Arguments of tool calls are
+        Weights are removed. The role function, OpenAI's earlier name, becomes tool if the template shows only that.
+        Content is a text, or parts if the template drops texts. Arguments of tool calls are
         objects, or JSON text if the template takes no objects. Reasoning has the name that the template reads.
 
         Raises:
@@ -65,6 +69,8 @@ class MessageShapes:
 
     def _shape(self, message: dict[str, Any]) -> dict[str, Any]:
         turn = {self._rename(name): value for name, value in message.items() if name != "weight"}
+        if turn["role"] == "function" and self._shown_results == {"tool"}:
+            turn["role"] = "tool"
         if turn.get("tool_calls"):
             # Many templates join the content, and raise if there is none.
             turn.setdefault("content", "")
@@ -124,6 +130,20 @@ class MessageShapes:
             name
             for name in REASONING
             if _THOUGHT in (self._probe(_answer(content=_ANSWER, **{name: _THOUGHT}), tools=None) or "")
+        )
+
+    @functools.cached_property
+    def _shown_results(self) -> frozenset[str]:
+        """Roles under which the template shows the result of a tool."""
+        call = {"type": "function", "id": "call00001", "function": {"name": _TOOL["name"], "arguments": _ARGUMENTS}}
+        calling, answer = self._shape(_answer(content="", tool_calls=[call])), self._shape(_answer(content=_ANSWER))
+        question = self._shape({"role": "user", "content": _QUESTION})
+        result = self._shape({"role": "tool", "name": "probe", "tool_call_id": "call00001", "content": _RESULT})
+        before, tools = [question, calling], [{"type": "function", "function": _TOOL}]
+        return frozenset(
+            role
+            for role in RESULT_ROLES
+            if _RESULT in (self._try([*before, result | {"role": role}, answer], tools=tools) or "")
         )
 
     def _probe(self, answer: dict[str, Any], *, tools: list[Any] | None) -> str | None:

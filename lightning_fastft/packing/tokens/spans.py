@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_TWICE = "rows whose completion begins with its prompt, which the model reads twice"
+IN_PARTS = "examples tokenised in parts, because a token crossed from context into trained text"
 # A shorter prompt may begin an answer by chance.
 _FEWEST_CHARACTERS = 16
 
@@ -98,7 +99,7 @@ def place_spans(
     joined = [token for piece in pieces for token in piece]
     if _decode(tokenizer, joined) == _decode(tokenizer, ids):
         if joined != ids or not is_clean:
-            notes["examples tokenised in parts, because a token crossed from context into trained text"] += 1
+            notes[IN_PARTS] += 1
         place = dict(zip(cuts, np.cumsum([0, *map(len, pieces)]).tolist()))
         return joined, [(place[begin], place[end]) for begin, end in example.spans]
     # This tokenizer adds a prefix to each text, so parts do not add up to the whole. Keep the crossing token as

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOKEN_ID = 2**31 - 1
+# Columns of TRL that say which ids are trained.
+MASKS = ("completion_mask", "assistant_masks")
 
 
 class Encoded(NamedTuple):
@@ -50,7 +52,8 @@ def impossible_id(token_id: int, *, vocab_size: int | None, what: str = "token i
 def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) -> Encoded:
     """Return the example of a row of format input_ids.
 
-    ``loss_on="all"`` trains every id, "completion" the labelled ones.
+    ``loss_on="all"`` trains every id. "completion" trains the labelled ones; without labels those that are 1 in all
+    masks (TRL's completion_mask and assistant_masks), and without masks every id.
 
     Raises:
         TokenIdError: An id or a label is outside of the embedding.
@@ -58,10 +61,29 @@ def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) 
     """
     ids = _read_ids(row["input_ids"], column="input_ids", vocab_size=vocab_size)
     _refuse_padding(row.get("attention_mask"), num_ids=len(ids), vocab_size=vocab_size)
-    if row.get("labels") is None:
-        return Encoded(ids, np.ones(len(ids), dtype=bool))
-    labels = _to_array(row["labels"], column="labels", vocab_size=vocab_size)
-    is_trained = labels != IGNORED_LABEL
+    is_trained = np.ones(len(ids), dtype=bool)
+    for name in MASKS:
+        if name in row:
+            is_trained &= _read_mask(row[name], column=name, num_ids=len(ids))
+    if "labels" in row:
+        is_trained = _read_labels(row["labels"], ids=ids, vocab_size=vocab_size)
+    return Encoded(ids, is_trained if loss_on == "completion" else np.ones(len(ids), dtype=bool))
+
+
+def _read_mask(value: object, *, column: str, num_ids: int) -> np.ndarray:
+    """Return which ids a mask of zeros and ones, or of false and true, trains."""
+    mask = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else np.zeros(0, dtype=object)
+    if mask.size and (mask.ndim != 1 or mask.dtype.kind not in "iub" or not np.isin(mask, (0, 1)).all()):
+        raise RowRejectedError(WRONG_TYPE, f"{column} must be a list of zeros and ones")
+    if len(mask) != num_ids:
+        raise RowRejectedError(LENGTHS_DIFFER, f"{num_ids} input_ids and a {column} of {len(mask)}")
+    return mask.astype(bool)
+
+
+def _read_labels(value: object, *, ids: np.ndarray, vocab_size: int | None) -> np.ndarray:
+    """Return which ids have a label."""
+    labels = _to_array(value, column="labels", vocab_size=vocab_size)
+    is_trained: np.ndarray = labels != IGNORED_LABEL
     named = labels[is_trained]
     if named.size and (named.min() < 0 or named.max() > highest_id(vocab_size)):
         wrong = int(named.min() if named.min() < 0 else named.max())
@@ -75,7 +97,7 @@ def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) 
             f"position {place} has label {int(labels[place])} and id {int(ids[place])}; labels must be unshifted "
             "ids or -100",
         )
-    return Encoded(ids, is_trained if loss_on == "completion" else np.ones(len(ids), dtype=bool))
+    return is_trained
 
 
 def _refuse_padding(mask: object, *, num_ids: int, vocab_size: int | None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from lightning_fastft.packing.images import ImageFile
 from lightning_fastft.packing.reading.text_files import RawRow
 from lightning_fastft.packing.rows.completion_rows import cut_completions
-from lightning_fastft.packing.rows.formats import COLUMNS, FormatOptions
+from lightning_fastft.packing.rows.formats import COLUMNS, DECISIVE, FormatOptions
 from lightning_fastft.packing.rows.parsing import parse_row, take_columns
 from lightning_fastft.packing.rows.rejects import (
     IMAGE_TOO_LONG,
@@ -117,6 +117,7 @@ def _take_rows(
     A line does not identify a row: rows of a JSON array may share one.
     """
     required, optional = COLUMNS[chunk.format] if chunk.format is not None else ((), ())
+    decisive = DECISIVE.get(chunk.format or "", ())
     mapping = options.columns or {}
     rows: dict[int, dict[str, Any]] = {}
     rejected: dict[int, RowRejectedError] = {}
@@ -127,7 +128,12 @@ def _take_rows(
         try:
             row = parse_row(raw)
             rows[place] = take_columns(
-                row, required=required, optional=optional, mapping=mapping, expected=chunk.expected
+                row,
+                required=required,
+                optional=optional,
+                mapping=mapping,
+                expected=chunk.expected,
+                decisive=decisive,
             )
             unread.update(name for name in row.keys() - names if _has_value(row[name]))
         except RowRejectedError as error:

@@ -55,10 +55,12 @@ class TurnEnds:
         It is the one that the template writes before the next turn, else the end-of-sequence token.
         """
         text = rendered.text
-        if text.endswith(self._controls) or not rendered.spans or rendered.spans[-1][1] != len(text):
+        # A template may write a line break behind the end of a turn, which loss_on="all" trains too.
+        bare = text.rstrip()
+        if bare.endswith(self._controls) or not rendered.spans or rendered.spans[-1][1] != len(text):
             return rendered
         token = self._find_next(text, messages, render)
-        if not token and not text.endswith(self._words):
+        if not token and not bare.endswith(self._words):
             token = self._eos or ""
         if not token:
             return rendered

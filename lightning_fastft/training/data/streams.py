@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, take_back_batches
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.core.errors import DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.reading.streams import RowStream
@@ -116,6 +116,7 @@ class TrainingStream:
         self._group: Any = None
         # Whether the file of rejected rows was begun in this run.
         self._keeps_rejects = self._has_told_rejects = False
+        self._told_losses: set[str] = set()
 
     @functools.cached_property
     def is_plain(self) -> bool:
@@ -195,6 +196,7 @@ class TrainingStream:
             for order, window, num_items_M in self._windows(state, number=number, expected=expected):
                 self._started.append(_Started(number, window.begin, window.digest))
                 self._write_rejects(window.rejects, is_new=number >= position)
+                self._tell_losses(window.losses)
                 yield from self._collate(order, window, num_items_M, number=number, skipped=max(0, position - number))
                 number, expected = number + len(order), ""
             if number == num_before and not state.num_rows:
@@ -209,7 +211,7 @@ class TrainingStream:
         windows = self._read_windows(begin)
         if self._num_workers:
             windows = prefetch(windows, num_ahead=1)
-        nothing = Window(begin._replace(is_at_end=True, carried=()), [], [], [], "", True)
+        nothing = Window(begin._replace(is_at_end=True, carried=()), [], [], [], {}, "", True)
         with closing(windows):  # type: ignore[type-var]
             while True:
                 taken: list[Window] = []
@@ -273,6 +275,13 @@ class TrainingStream:
         if not self._has_told_rejects:
             rank_zero_info(f"Rows of {self.name} are rejected, the first for: {rejects[0].reason}. They are in {path}")
         self._keeps_rejects = self._has_told_rejects = True
+
+    def _tell_losses(self, losses: Mapping[str, str]) -> None:
+        """Log what is lost of rows of rank 0, once in a run."""
+        for loss, first in losses.items():
+            if loss not in self._told_losses:
+                rank_zero_info(f"Rows of {self.name}: {printable(loss)}{f' (the first is {first})' if first else ''}")
+                self._told_losses.add(loss)
 
     def _check_agreement(self, first: Chunk) -> None:
         try:

@@ -113,9 +113,9 @@ class CausalLMModule(LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer, loaded on first use; None where the model is a bare configuration and none was given."""
         if isinstance(self._tokenizer, str):
-            from lightning_fastft.hf.loading.source import ModelSource
+            from lightning_fastft.hf.loading.source import load_given_tokenizer
 
-            self._tokenizer = ModelSource(self._tokenizer).load_tokenizer()
+            self._tokenizer = load_given_tokenizer(self._tokenizer)
         elif self._tokenizer is None and self.source is not None:
             self._tokenizer = self.source.load_tokenizer()
         return self._tokenizer

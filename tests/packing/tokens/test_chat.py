@@ -151,6 +151,13 @@ def test_answer_that_begins_or_ends_with_a_space_is_trained_alone():
     assert "may not learn to stop" in " ".join(notes)
 
 
+def test_marks_that_hold_the_line_break_behind_a_turn_teach_to_stop():
+    template = MARKED.replace("{% endgeneration %}", "{{ '\n' }}{% endgeneration %}")
+    text, _, notes = trained_text(build_tokenizer(chat_template=template), TURNS)
+    assert text == "four<|im_end|>\nfive<|im_end|>\n"
+    assert not notes
+
+
 def test_chat_has_the_first_and_last_tokens_of_its_template_only():
     tokenizer = build_tokenizer(chat_template=UNMARKED, bos_token="<s>")
     text, example, _ = trained_text(tokenizer, TURNS)

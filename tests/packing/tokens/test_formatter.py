@@ -177,9 +177,30 @@ def test_ids_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize(
+    ("columns", "trained"),
+    [
+        ({"completion_mask": [0, 1, 1]}, [False, True, True]),
+        ({"assistant_masks": np.array([False, True, False])}, [False, True, False]),
+        ({"completion_mask": [0, 1, 1], "assistant_masks": [True, True, False]}, [False, True, False]),
+        # As in TRL, labels decide alone.
+        ({"completion_mask": [0, 1, 1], "labels": [-100, -100, 5]}, [False, False, True]),
+    ],
+)
+def test_masks_of_trl_decide_which_ids_are_trained(columns, trained):
+    row = {"input_ids": [3, 4, 5], **columns}
+    assert encode(None, row, format="input_ids").is_trained.tolist() == trained
+    assert encode(None, row, format="input_ids", loss_on="all").is_trained.all()
+
+
+@pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"input_ids": "345"}, rejects.WRONG_TYPE),
+        ({"input_ids": [3, 4], "completion_mask": [0, 2]}, rejects.WRONG_TYPE),
+        ({"input_ids": [3, 4], "completion_mask": [0, 1.0]}, rejects.WRONG_TYPE),
+        ({"input_ids": [3, 4], "completion_mask": [[0], [1]]}, rejects.WRONG_TYPE),
+        ({"input_ids": [3, 4], "completion_mask": "01"}, rejects.LENGTHS_DIFFER),
+        ({"input_ids": [3, 4], "assistant_masks": [1]}, rejects.LENGTHS_DIFFER),
         ({"input_ids": [3, 4.0]}, rejects.WRONG_TYPE),
         ({"input_ids": [3, True]}, rejects.WRONG_TYPE),
         ({"input_ids": [3, 4], "labels": [3]}, rejects.LABELS_DIFFER),

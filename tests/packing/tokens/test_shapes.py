@@ -10,7 +10,7 @@ from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.tokens.chat import NOT_TRAINED
 from lightning_fastft.packing.tokens.formatter import Formatter
-from lightning_fastft.packing.tokens.shapes import REASONING_DROPPED, TOOLS_DROPPED, MessageShapes
+from lightning_fastft.packing.tokens.shapes import REASONING_DROPPED, RESULTS_DROPPED, TOOLS_DROPPED, MessageShapes
 from tests.packing.conftest import MARKED, UNMARKED, build_tokenizer
 
 CONTENT = "{{ message.content }}"
@@ -110,6 +110,35 @@ def test_template_that_drops_tool_calls_or_writes_them_as_python_is_named(base):
     else:
         assert found.reason == rejects.TEMPLATE_DROPS
     assert encode(base, {"messages": calling(ARGUMENTS)[::3]})[0] == "four<|im_end|>"
+
+
+def test_calls_and_results_in_the_earlier_form_are_those_of_tools():
+    # The habit of Qwen and ChatML with tools: a role that the template does not know is skipped.
+    template = "{% for message in messages if message.role != 'function' %}" + UNMARKED.partition("%}")[2]
+    template = template.replace(CONTENT, CONTENT + OBJECT)
+    turns, former = calling(ARGUMENTS), calling(ARGUMENTS)
+    former[1] = {"role": "assistant", "content": None, "function_call": turns[1]["tool_calls"][0]["function"]}
+    former[2] = {"role": "function", "name": "weather", "content": "sun"}
+    found = encode(template, {"messages": former}, loss_on="all")
+    assert found == encode(template, {"messages": turns}, loss_on="all")
+    assert "<|im_start|>tool\nsun<|im_end|>" in found[0]
+    assert RESULTS_DROPPED not in found[1]
+    # A template that shows the role gets it.
+    assert "<|im_start|>function\nsun" in encode(UNMARKED, {"messages": [*turns[:1], *former[2:]]}, loss_on="all")[0]
+    former[1]["tool_calls"] = turns[1]["tool_calls"]
+    assert "keep one" in encode(template, {"messages": former})[0].detail
+
+
+@pytest.mark.parametrize("base", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("role", ["tool", "function"])
+def test_row_tells_of_results_that_the_template_drops(base, role):
+    turns = [*calling(ARGUMENTS)[:1], {"role": role, "content": "four"}, *calling(ARGUMENTS)[3:]]
+    blind = base.replace("in messages %}", "in messages if message.role in ('user', 'assistant') %}")
+    assert RESULTS_DROPPED not in encode(base, {"messages": turns})[1]
+    assert RESULTS_DROPPED in encode(blind, {"messages": turns})[1]
+    # The habit of Gemma 4: a result is shown behind a call alone.
+    picky = base.replace("in messages %}", "in messages if message.role != role or messages[1].tool_calls %}")
+    assert RESULTS_DROPPED in encode(picky.replace("!= role", f"!= '{role}'"), {"messages": turns})[1]
 
 
 @pytest.mark.parametrize("form", ["messages", "conversations", "prompt_completion"])

@@ -67,6 +67,16 @@ def test_each_answer_is_trained_with_the_token_of_the_next_turn():
     assert any("<|user|>" in note for note in example.notes)
 
 
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+def test_a_line_break_behind_the_last_turn_is_no_missing_end_where_all_is_trained(template):
+    tokenizer, messages = build_tokenizer(chat_template=template), conversation(*TURNS)
+    example, text, trained = encode(tokenizer, {"messages": messages}, loss_on="all")
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert trained == [text]
+    assert text.endswith("<|im_end|>\n")
+    assert not example.notes
+
+
 def test_call_is_trained_with_the_token_of_its_result():
     tokenizer = build_glm()
     call = '\n<tool_call>f{"a": 1}</tool_call>'

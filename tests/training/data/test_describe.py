@@ -21,7 +21,7 @@ class LetterTokenizer:
 
 def make_data(**options) -> PackedDataModule:
     rows = [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}] + [
-        {"input_ids": list(range(length))} for length in (3, 9, 9)
+        {"input_ids": list(range(length)), "labels": list(range(length))} for length in (3, 9, 9)
     ]
     options = {"num_workers": 0, "max_tokens": 16, "cache_dir": None, "num_proc": 1, "show_progress": False, **options}
     data = PackedDataModule(options.pop("rows", rows), **options)
@@ -32,7 +32,11 @@ def make_data(**options) -> PackedDataModule:
 def test_description_counts_rows_lengths_packs_and_marks_an_example():
     data = make_data(
         max_reject_share=0.5,
-        rows=[{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}, {"input_ids": [1]}, {"input_ids": [5] * 9}],
+        rows=[
+            {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]},
+            {"input_ids": [1], "labels": [1]},
+            {"input_ids": [5] * 9, "labels": [5] * 9},
+        ],
     )
     text = describe_data(data, world_size=2)
     assert "3 rows, 2 examples, 13 tokens" in text

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 from collections import Counter
 
 import datasets
@@ -164,6 +165,19 @@ def test_bad_rows_are_written_once_and_too_many_end_the_run(tmp_path):
     assert [reject.line for reject in read_rejects(path)] == [6, 701, 702]
     with pytest.raises(DataError, match="max_reject_share"):
         train(tmp_path, stream=make(), max_reject_share=0.0)
+
+
+def test_what_is_lost_of_kept_rows_is_logged_once(caplog):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+    rows = [row | {"source": "a" if number == 900 else None} for number, row in enumerate(make_rows(1500))]
+    rows[1400] = {"input_ids": list(range(65)), "labels": list(range(65)), "source": None}
+    data = make_data(rows=datasets.Dataset.from_list(rows).to_iterable_dataset(), too_long="truncate")
+    data.setup("fit")
+    list(itertools.islice(data.train_dataloader(), 900))
+    assert [message for message in caplog.messages if "exhausted" not in message] == [
+        "Rows of stream: column 'source' is not read",
+        "Rows of stream: rows longer than a pack are truncated",
+    ]
 
 
 def test_no_more_than_three_windows_are_read_ahead():
