@@ -56,6 +56,7 @@ class TextCausalLM(CausalLMModule):
         if hasattr(data, "trained_tokenizer"):
             self._trained_tokenizer, self.given_images = data.trained_tokenizer, data.image_encoder
             self._chat_template = None
+        if hasattr(data, "answer_end"):
             self.answer_end = data.answer_end
         if self.answer_end is not None:
             token = self.trained_tokenizer.convert_ids_to_tokens(self.answer_end)

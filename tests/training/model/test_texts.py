@@ -11,7 +11,11 @@ from lightning_fastft.cli.command import main
 from lightning_fastft.cli.trained.opening import Request, open_trained
 from lightning_fastft.monitor.generate_samples import GenerateSamples
 from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.policy import PolicyTuner
+from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.samplers import sample_with_model
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.training_parts import quiet_data, quiet_trainer
 from tests.support.vision import build_processor, build_vision_model
@@ -204,6 +208,29 @@ def test_samples_stop_where_trained_answers_end(chatty, tmp_path, monkeypatch):
     )
     train(tmp_path, chatty, callbacks=[GenerateSamples([CHAT])], val_paths=ROWS)
     assert [options["eos_token_id"] for options in seen] == [[0, 96]]
+
+
+@pytest.mark.parametrize(("prompt", "end"), [(CHAT, 96), ("w5 w6", None)], ids=["chat", "text"])
+@pytest.mark.parametrize("tuner_class", [PolicyTuner, DistillationTuner])
+def test_rollouts_stop_where_answers_end(tuner_class, prompt, end, chatty, tmp_path):
+    found = []
+
+    def sampler(*args, **options):
+        groups = sample_with_model(*args, **options)
+        found.extend(sampled.input_ids for group in groups for sampled in group)
+        return groups
+
+    is_policy = tuner_class is PolicyTuner
+    module = tuner_class(str(chatty), lora={"r": 2}, **({} if is_policy else {"teacher": build_tiny("qwen3")}))
+    rewards = {"rewards": lambda completions, **columns: [float(len(text)) for text in completions]}
+    data = RolloutDataModule(
+        [{"prompt": prompt}] * 4, sampler=sampler, prompts_per_round=4, max_new_tokens=40, max_tokens=512,
+        **(rewards if is_policy else {}),
+    )  # fmt: skip
+    quiet_trainer(tmp_path, strategy="fastft", max_steps=1).fit(module, data)
+    assert module.answer_end == end
+    assert any(96 in ids for ids in found)
+    assert any(96 in ids[:-1] for ids in found) is (end is None)
 
 
 @pytest.mark.parametrize("rows", [[{"text": "w5 w6"}] * 4, [{"prompt": "w5 ", "completion": "w6 w7"}] * 4])
