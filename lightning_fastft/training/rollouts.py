@@ -22,7 +22,7 @@ from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
-from lightning_fastft.packing.tokens.answer_end import find_answer_end
+from lightning_fastft.packing.tokens.answer_end import find_answer_end, find_text_end
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.position import SIZES, from_plain, to_plain
@@ -160,9 +160,8 @@ class RolloutDataModule(RecordedDataModule):
                 places.append(f"{source.name}, {source.counts} {raw.line}")
                 self._rows.append(read_prompt(raw.raw, place=places[-1]))
         self._prompt_ids = [encode_prompt_ids(formatter, row, place=place) for row, place in zip(self._rows, places)]
-        self.answer_end = None
-        if not self.is_plain:
-            self.answer_end = find_answer_end(tuner.tokenizer, options=format_options, stop_ids=tuner.stop_ids or ())
+        find_end = find_text_end if self.is_plain else find_answer_end
+        self.answer_end = find_end(tuner.tokenizer, options=format_options, stop_ids=tuner.stop_ids or ())
         # A row may lack a column that others have.
         self._columns = tuple(dict.fromkeys(name for row in self._rows for name in row if name != PROMPT))
         if self.sampled_share < 1:

@@ -61,8 +61,8 @@ class TextCausalLM(CausalLMModule):
         if self.answer_end is not None:
             token = self.trained_tokenizer.convert_ids_to_tokens(self.answer_end)
             rank_zero_info(
-                f"Answers end with {token!r}, at which the generation configuration of the model does not stop. Texts "
-                "and saved models will stop there too."
+                f"Answers of the data end with {token!r}, at which the generation configuration of the model does not "
+                "stop. Generation and saved models will stop there too."
             )
 
     def _read_tokenizer(self, checkpoint: Mapping[str, Any], *, run: Mapping[str, Any]) -> None:

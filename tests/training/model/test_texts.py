@@ -201,6 +201,14 @@ def test_generation_stops_where_trained_answers_end(tuner_options, chatty, tmp_p
     assert [options["eos_token_id"] for options in seen] == [[0, 96]] * 2
 
 
+@pytest.mark.parametrize("chosen", ["other", None])
+def test_generation_stops_where_a_template_of_several_ends_answers(chosen, chatty, tmp_path):
+    template = BASE_TEMPLATE.replace("<end>", "w95")
+    tokenizer = build_words({"default": template, "other": template})
+    tokenizer.add_tokens([AddedToken("w95", special=True)])
+    assert train(tmp_path, chatty, tokenizer=tokenizer, chat_template=chosen).answer_end == 95
+
+
 def test_samples_stop_where_trained_answers_end(chatty, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
@@ -239,6 +247,37 @@ def test_plain_text_leaves_the_stops_of_generation(rows, chatty, tmp_path):
     assert module.answer_end is None
     module.save_pretrained(str(tmp_path / "saved"))
     assert not (tmp_path / "saved" / "generation_config.json").exists()
+
+
+TEXTS = [{"text": "w5 w6"}] * 4
+PAIRS = [{"prompt": "w5 ", "completion": "w6 w7"}] * 4
+INSTRUCTIONS = [{"instruction": "w5", "output": "w6 w7"}] * 4
+
+
+@pytest.mark.parametrize(("has_template", "is_streamed"), [(True, False), (False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("rows", [TEXTS, PAIRS, INSTRUCTIONS], ids=["text", "pairs", "instructions"])
+def test_generation_stops_where_trained_texts_end(rows, is_streamed, has_template, chatty, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.eos_token = "w95"
+    if not has_template:
+        tokenizer.chat_template = None
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        (chatty / name).unlink()
+    tokenizer.save_pretrained(chatty)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    module = train(tmp_path, chatty, rows=str(file), streaming=is_streamed)
+    assert module.answer_end == 95
+    module.save_pretrained(str(tmp_path / "saved"))
+    assert stops_of(tmp_path / "saved") == [0, 95]
+    assert train(tmp_path, chatty, rows=rows, add_eos=False).answer_end is None
+
+
+def test_ids_leave_the_stops_of_generation(chatty, tmp_path):
+    tokenizer = build_words(None)
+    tokenizer.eos_token = "w95"
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 4
+    assert train(tmp_path, chatty, rows=rows, tokenizer=tokenizer).answer_end is None
 
 
 def test_a_template_that_ends_answers_where_generation_stops_changes_nothing(base, tmp_path):
