@@ -28,10 +28,17 @@ from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.position import SIZES, from_plain, to_plain
 from lightning_fastft.training.data.recorded import RecordedDataModule
 from lightning_fastft.training.data.rollouts import PROMPT, encode_given, encode_prompt_ids, make_rollout, read_prompt
-from lightning_fastft.training.data.rounds import check_rounds, choose_prompts, digest_prompts, draw_sampled, pack_round
+from lightning_fastft.training.data.rounds import (
+    check_rollout_tuner,
+    check_rounds,
+    choose_prompts,
+    digest_prompts,
+    draw_sampled,
+    pack_round,
+)
 from lightning_fastft.training.data.sampled import check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
-from lightning_fastft.training.data.trainer_facts import check_rollout_run, check_rollout_tuner, has_trained
+from lightning_fastft.training.data.trainer_facts import check_rollout_run, has_trained
 from lightning_fastft.training.samplers import FunctionSampler, Sampled, VllmSampler, sample_with_model
 
 if TYPE_CHECKING:

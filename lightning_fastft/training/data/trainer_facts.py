@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -14,10 +14,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
 from lightning_fastft.core.errors import ContextError, OptionError
-
-if TYPE_CHECKING:
-    from lightning_fastft.training.distillation import DistillationTuner
-    from lightning_fastft.training.policy import PolicyTuner
 
 
 class LoopFacts(NamedTuple):
@@ -185,34 +181,4 @@ def check_prepared(trainer: Trainer) -> None:
             f"Packed documents would see each other: {unprepared} has no packed attention, and "
             f'{type(trainer.strategy).__name__} installs none. Use Trainer(strategy="fastft"), or add '
             "PackedTraining() to the callbacks."
-        )
-
-
-def check_rollout_tuner(tuner: PolicyTuner | DistillationTuner, *, has_rewards: bool, temperature: float) -> None:
-    """Refuse a tuner that needs other options of the RolloutDataModule.
-
-    Raises:
-        OptionError: It has other ones.
-    """
-    from lightning_fastft.training.distillation import DistillationTuner
-
-    if isinstance(tuner, DistillationTuner):
-        if tuner.store is not None:
-            raise OptionError(
-                "DistillationTuner(store=...) holds the teacher's tokens of given rows, and completions that are "
-                "sampled are in no store. Leave store out, so that the live teacher reads them; or give the rows "
-                "to PackedDataModule."
-            )
-        if has_rewards:
-            raise OptionError("A DistillationTuner learns from its teacher, without rewards: leave rewards out.")
-        return
-    if not has_rewards:
-        raise OptionError(
-            "A PolicyTuner learns from rewards: give RolloutDataModule(rewards=...) a function of yours. On the "
-            "command line: --allow-import my_rewards --data.rewards my_rewards.score."
-        )
-    if tuner.temperature != temperature:
-        raise OptionError(
-            f"RolloutDataModule samples at temperature={temperature}, and the PolicyTuner takes "
-            f"log-probabilities at temperature={tuner.temperature}. Give both the same one."
         )
