@@ -74,8 +74,9 @@ def build_model(
                 home=home or device,
             )
         else:
-            _refuse_adapters(source)
+            # First, because it says what to do if there is no such model.
             held = getattr(source.config, "quantization_config", None)
+            _refuse_adapters(source)
             check_headers(weight_files(source), name=source.name, is_quantised=held is not None)
             model = _read(
                 source, device=device, dtype=dtype, quantization_config=quantization_config, home=home or device

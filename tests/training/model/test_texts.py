@@ -153,6 +153,29 @@ def test_a_processor_that_was_given_to_the_data_goes_with_the_model(tmp_path):
     assert AutoProcessor.from_pretrained(tmp_path / "saved").patch_size == processor.patch_size
 
 
+def test_a_tokenizer_of_the_data_that_has_moved_is_named_on_the_command_line(base, tmp_path, capsys):
+    # With other ids, so that it is not taken for that of the base.
+    build_words(OWN, prefix="v").save_pretrained(tmp_path / "tokens")
+    rows = [{"messages": [{"role": "user", "content": "v5"}, {"role": "assistant", "content": "v6"}]}] * 4
+    train(tmp_path, base, rows=rows, tokenizer=str(tmp_path / "tokens"))
+    (tmp_path / "tokens").rename(tmp_path / "moved")
+    checkpoint, out = str(tmp_path / "a.ckpt"), str(tmp_path / "out")
+    assert main(["export", checkpoint, out]) == 1
+    assert "--tokenizer" in capsys.readouterr().err
+    moved = ["--tokenizer", str(tmp_path / "moved")]
+    assert main(["export", checkpoint, out, *moved]) == 0
+    assert main(["export", out, str(tmp_path / "again"), "--merge", "--tokenizer", str(base)]) == 0
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("v5") == 5
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").convert_tokens_to_ids("w5") == 5
+    loaded = open_trained(Request(tmp_path / "a.ckpt", torch.device("cpu"), tokenizer=moved[1]))
+    assert loaded.module.trained_tokenizer.convert_tokens_to_ids("v5") == 5
+    base.rename(tmp_path / "elsewhere")
+    assert main(["export", checkpoint, str(tmp_path / "x"), *moved]) == 1
+    assert "add --base" in capsys.readouterr().err
+    assert main(["export", checkpoint, str(tmp_path / "x"), "--tokenizer", str(tmp_path / "nothing")]) == 1
+    assert "add --tokenizer" not in capsys.readouterr().err
+
+
 BASE_TEMPLATE = "{% for message in messages %}w1 {{ message.content }} <end>{% endfor %}"
 
 
