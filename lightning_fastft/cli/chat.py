@@ -35,7 +35,7 @@ def run_chat(words: Sequence[str]) -> int:
         words: A checkpoint, a PEFT folder or a whole model's folder. ``--system TEXT`` begins the conversation,
             ``--plain`` continues each line as it is, without the chat template, ``--max-new-tokens N`` (512) bounds an
             answer, ``--temperature T`` is that of the sampling (0: none; by default that of the model's generation
-            configuration). ``--base``, ``--device`` and ``--accept-other-base`` as for export.
+            configuration). ``--base``, ``--tokenizer``, ``--device`` and ``--accept-other-base`` as for export.
 
     Raises:
         OptionError: A value is not allowed, or there is no tokenizer.

@@ -41,7 +41,8 @@ def run_eval(words: Sequence[str]) -> int:
             pack, ``--batch-size N`` (16) that of generation, ``--limit N`` the most rows to answer and the most
             examples of a task, ``--json`` prints one JSON object. ``--too-long``, ``--max-reject-share``,
             ``--extra-columns``, ``--chat-template`` and ``--cache-dir`` are the options of PackedDataModule.
-            ``--data.columns.OURS YOURS``, ``--base``, ``--device`` and ``--accept-other-base`` as for fit and export.
+            ``--data.columns.OURS YOURS``, ``--base``, ``--tokenizer``, ``--device`` and ``--accept-other-base`` as for
+            fit and export.
 
     Raises:
         OptionError: A value is not allowed.

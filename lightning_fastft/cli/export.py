@@ -25,12 +25,12 @@ def run_export(words: Sequence[str]) -> int:
     Args:
         words: A checkpoint file of a FineTuner or another tuner (not of a RewardTuner) or a folder of PEFT adapters,
             then the folder to write. ``--merge`` merges the adapters into the weights of the whole model. ``--base
-            NAME`` is the base model, if it has moved since training. ``--dtype`` is the dtype of merged weights; by
-            default that of the run, or if that is "auto", bfloat16 on an NF4 base and else the dtype of the base's
-            files. ``--device`` is the device to build the model on (cpu). ``--accept-other-base`` accepts a base with
-            other weights than those of the run. ``--for vllm`` refuses adapters of which vLLM would not read a part.
-            ``--gguf TYPE`` merges, and converts with llama.cpp's script, in the folder ``--llama-cpp`` or on PATH.
-            ``--ollama`` writes a Modelfile next to the GGUF file.
+            NAME`` and ``--tokenizer NAME`` are the base model and the tokenizer, if they have moved since training.
+            ``--dtype`` is the dtype of merged weights; by default that of the run, or if that is "auto", bfloat16 on an
+            NF4 base and else the dtype of the base's files. ``--device`` is the device to build the model on (cpu).
+            ``--accept-other-base`` accepts a base with other weights than those of the run. ``--for vllm`` refuses
+            adapters of which vLLM would not read a part. ``--gguf TYPE`` merges, and converts with llama.cpp's script,
+            in the folder ``--llama-cpp`` or on PATH. ``--ollama`` writes a Modelfile next to the GGUF file.
 
     Returns:
         0, or ``WITHOUT_GGUF`` where llama.cpp is not there: the command to run is printed.

@@ -22,7 +22,7 @@ def run_push(words: Sequence[str]) -> int:
     Args:
         words: A checkpoint, which is exported first, or a folder of adapters or of a whole model, which is uploaded as
             it is; then the repository. ``--merge`` merges adapters, ``--private`` makes a new repository private,
-            ``--base``, ``--device`` and ``--accept-other-base`` as for export.
+            ``--base``, ``--tokenizer``, ``--device`` and ``--accept-other-base`` as for export.
 
     Raises:
         OptionError: A value is not allowed, or nobody is logged in.

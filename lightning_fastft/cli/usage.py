@@ -36,6 +36,7 @@ All options: fastft fit --help.  Shipped configs: {configs}
 _OPTIONS_OF_FIT = "Any option of a config can be given too; all of them: fastft fit --help\n"
 _OPTIONS_OF_MODELS = """\
   --base NAME               the base model, if it has moved since training
+  --tokenizer NAME          the tokenizer, if it has moved since training
   --device NAME             where the model is built ({device})
   --accept-other-base       accept a base with other weights than those of the run
 """

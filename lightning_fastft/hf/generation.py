@@ -118,9 +118,12 @@ def sample_completions(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    more_ends: Sequence[int] = (),
     **options: Any,
 ) -> list[list[list[int]]]:
     """Return sampled completions of each prompt as token ids, with the end-of-text token if it was generated.
+
+    Generation also stops at the tokens of more_ends.
 
     The mode of every module is restored, and the global generators do not change. The distribution is the model's own
     at the temperature, above 0: of its ``generation_config`` only the end-of-text tokens are read, no penalty, filter
@@ -130,6 +133,7 @@ def sample_completions(
         One batch of len(prompts) x num_completions rows, padded on the left; one host sync per token.
     """
     pad, ends = _special_ids(model, tokenizer)
+    ends = [*ends, *more_ends]
     device = model.get_input_embeddings().weight.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _neutral_generation(model):
         torch.manual_seed(seed)

@@ -89,6 +89,7 @@ def install_packed_training(
     """
     models = find_causal_models(root)
     refuse_invoked_adapters(root)
+    _keep_nf4_layout(root, patcher)
     if attention == ONE_BY_ONE:
         return _install_one_by_one(models, patcher, checkpointing=checkpointing)
     for _, model in models:
@@ -124,6 +125,13 @@ def install_packed_training(
             statuses.append(_attach(checkpointing, model, layers, patcher, environment, root=root, name=status_name))
         all_layers += layers
     return PackedInstallation(statuses, all_layers, tuple(checks))
+
+
+def _keep_nf4_layout(root: nn.Module, patcher: ModelPatcher) -> None:
+    """Keep bitsandbytes from repacking NF4 weights in an evaluation on some CPUs: a repacked one has no backward."""
+    for layer in root.modules():
+        if getattr(layer, "support_avx512bf16_for_cpu", False):
+            patcher.set_attribute(layer, "support_avx512bf16_for_cpu", False)
 
 
 def _refuse_compiled(root: nn.Module, checkpointing: OffloadCheckpointing) -> None:

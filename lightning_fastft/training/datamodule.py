@@ -14,7 +14,7 @@ from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader, PlannedStream
-from lightning_fastft.packing.tokens.answer_end import find_answer_end
+from lightning_fastft.packing.tokens.answer_end import find_answer_end, find_text_end
 from lightning_fastft.packing.tokens.chat import read_template, with_template
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.training.data.images import find_image_encoder
@@ -178,11 +178,22 @@ class PackedDataModule(SplitDataModule):
 
     @property
     def answer_end(self) -> int | None:
-        """The control token that ends trained answers, if generation does not stop there; None for plain text."""
+        """The token that ends trained answers, or texts if no row is a chat, if generation does not stop there."""
         stop_ids = getattr(self._module, "stop_ids", None)
-        if stop_ids is None or self.is_plain:
+        if stop_ids is None:
             return None
-        return find_answer_end(self.trained_tokenizer, options=self.options, stop_ids=stop_ids)
+        find = find_text_end if self._has_only_texts else find_answer_end
+        return find(self.trained_tokenizer, options=self.options, stop_ids=stop_ids)
+
+    @property
+    def _has_only_texts(self) -> bool:
+        """Whether no training row (of a stream: of the first ones) is formatted by a chat template, or has ids."""
+        report = self.report("train")
+        formats = set(() if report is None else report.rows_per_format) if self.stream is None else {self.stream.format}
+        if self.is_plain or formats == {"instruction"}:
+            return True
+        has_template = getattr(self.trained_tokenizer, "chat_template", None) or self.image_encoder is not None
+        return not has_template and "input_ids" not in formats
 
     @property
     def image_encoder(self) -> ImageEncoder | None:

@@ -22,12 +22,20 @@ from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
+from lightning_fastft.packing.tokens.answer_end import find_answer_end, find_text_end
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.position import SIZES, from_plain, to_plain
 from lightning_fastft.training.data.recorded import RecordedDataModule
 from lightning_fastft.training.data.rollouts import PROMPT, encode_given, encode_prompt_ids, make_rollout, read_prompt
-from lightning_fastft.training.data.rounds import check_rounds, choose_prompts, digest_prompts, draw_sampled, pack_round
+from lightning_fastft.training.data.rounds import (
+    check_rollout_tuner,
+    check_rounds,
+    choose_prompts,
+    digest_prompts,
+    draw_sampled,
+    pack_round,
+)
 from lightning_fastft.training.data.sampled import check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
 from lightning_fastft.training.data.trainer_facts import check_rollout_run, has_trained
@@ -121,6 +129,8 @@ class RolloutDataModule(RecordedDataModule):
         self._rows: list[dict[str, Any]] = []
         self._columns: tuple[str, ...] = ()
         self._prompt_ids: list[list[int]] = []
+        # The token that ends completions, if generation does not stop there.
+        self.answer_end: int | None = None
         # The rows' own completions behind their prompts; empty if all are sampled.
         self._given: list[Document] = []
         # Digests of the prompts and of these completions, by name.
@@ -143,8 +153,8 @@ class RolloutDataModule(RecordedDataModule):
             # A new run does not go on with rollouts of an earlier one.
             self._num_rounds = self._num_yielded = self._num_in_round = 0
             self._documents = self._old = None
-        self._check_tuner()
         tuner, places = self._tuner(), []
+        check_rollout_tuner(tuner, has_rewards=bool(self.rewards), temperature=self.temperature)
         if tuner.tokenizer is None:
             raise OptionError("Prompts are text and need a tokenizer: give the tuner one.")
         format_options = FormatOptions(max_tokens=self.max_tokens, format="rollouts")
@@ -157,6 +167,8 @@ class RolloutDataModule(RecordedDataModule):
                 places.append(f"{source.name}, {source.counts} {raw.line}")
                 self._rows.append(read_prompt(raw.raw, place=places[-1]))
         self._prompt_ids = [encode_prompt_ids(formatter, row, place=place) for row, place in zip(self._rows, places)]
+        find_end = find_text_end if self.is_plain else find_answer_end
+        self.answer_end = find_end(tuner.tokenizer, options=format_options, stop_ids=tuner.stop_ids or ())
         # A row may lack a column that others have.
         self._columns = tuple(dict.fromkeys(name for row in self._rows for name in row if name != PROMPT))
         if self.sampled_share < 1:
@@ -178,32 +190,6 @@ class RolloutDataModule(RecordedDataModule):
             raise OptionError(
                 f"prompts_per_round={self.prompts_per_round} must be a multiple of the {world_size} ranks and at most "
                 f"the {len(self._rows)} prompts."
-            )
-
-    def _check_tuner(self) -> None:
-        """Refuse a tuner that needs other options."""
-        from lightning_fastft.training.distillation import DistillationTuner
-
-        tuner = self._tuner()
-        if isinstance(tuner, DistillationTuner):
-            if tuner.store is not None:
-                raise OptionError(
-                    "DistillationTuner(store=...) holds the teacher's tokens of given rows, and completions that are "
-                    "sampled are in no store. Leave store out, so that the live teacher reads them; or give the rows "
-                    "to PackedDataModule."
-                )
-            if self.rewards:
-                raise OptionError("A DistillationTuner learns from its teacher, without rewards: leave rewards out.")
-            return
-        if not self.rewards:
-            raise OptionError(
-                "A PolicyTuner learns from rewards: give RolloutDataModule(rewards=...) a function of yours. On the "
-                "command line: --allow-import my_rewards --data.rewards my_rewards.score."
-            )
-        if tuner.temperature != self.temperature:
-            raise OptionError(
-                f"RolloutDataModule samples at temperature={self.temperature}, and the PolicyTuner takes "
-                f"log-probabilities at temperature={tuner.temperature}. Give both the same one."
             )
 
     @property

@@ -45,6 +45,7 @@ def sample_with_model(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
+        more_ends=() if tuner.answer_end is None else (tuner.answer_end,),
     )
     return [[Sampled(ids) for ids in group] for group in groups]
 
@@ -119,6 +120,7 @@ class VllmSampler:
             self._vllm.SamplingParams(
                 n=num_completions, max_tokens=max_new_tokens, temperature=temperature, logprobs=0,
                 seed=seed % 2**62 + place * num_completions, detokenize=False,
+                stop_token_ids=None if tuner.answer_end is None else [tuner.answer_end],
             )
             for place in range(len(prompts))
         ]  # fmt: skip

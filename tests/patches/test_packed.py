@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
@@ -106,3 +107,24 @@ def test_sizes_outside_of_the_layers(is_tied):
         assert {id(item) for item in seen["head"].trained} == trained
         assert seen["head"].sum_bytes == (4 * output.numel() if is_trained else 0)
         assert seen["head"].vocab_size == output.shape[0]
+
+
+def test_nf4_weights_have_a_backward_after_an_evaluation(tmp_path):
+    options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
+    tiny_llama().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, **options)
+    layers = [layer for layer in model.modules() if hasattr(layer, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True
+    patcher = ModelPatcher()
+    install_packed_training(model, patcher)
+    batch = packed_batches(1)[0]
+    with torch.no_grad():
+        model.eval()(**batch)
+    values = {name: batch[name] for name in batch.keys() if name != "input_ids"}  # noqa: SIM118
+    embeddings = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    model.train()(inputs_embeds=embeddings, **values).loss.backward()
+    assert float(embeddings.grad.norm()) > 0
+    patcher.undo()
+    assert layers
+    assert all(layer.support_avx512bf16_for_cpu for layer in layers)

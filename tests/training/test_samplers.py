@@ -123,6 +123,8 @@ class LLM:
             seed = params.seed + index
             self.seeds.append(seed)
             ids = tuple(2 + (seed + place) % 5 for place in range(params.max_tokens))
+            ends = [place for place, token in enumerate(ids) if token in (params.stop_token_ids or ())]
+            ids = ids[: ends[0] + 1] if ends else ids
             # Only the sampled token, as with logprobs=0.
             steps = [{token: Logprob(-0.5 - place, rank=1)} for place, token in enumerate(ids)]
             outputs.append(CompletionOutput(index, "", ids, None, steps if params.logprobs == 0 else None, "length"))
@@ -169,6 +171,13 @@ def test_every_completion_draws_from_a_seed_of_its_own():
     assert LLM.latest.seeds == first * 2
     sample(sampler, tuner, seed=11)
     assert set(LLM.latest.seeds[12:]).isdisjoint(first)
+
+
+def test_completions_stop_where_trained_answers_end():
+    tuner = make_tuner(PolicyTuner, lora=LORA)
+    tuner.answer_end = 4
+    found = [sampled.input_ids for group in sample(VllmSampler("base"), tuner, max_new_tokens=7) for sampled in group]
+    assert all(ids.index(4) == len(ids) - 1 for ids in found)
 
 
 def test_each_round_hands_over_the_present_adapters_and_leaves_no_files():

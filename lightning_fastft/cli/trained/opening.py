@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from lightning_fastft.hf.loading.source import ModelSource
     from lightning_fastft.training.fine_tuner import FineTuner
 
-
 # Key of a checkpoint: the command of its run.
 COMMAND_KEY = "fastft_command"
+# Messages of a base or tokenizer that is not where its name says.
+_UNREAD = re.compile(r"The (configuration|tokenizer) of .* cannot be|There is no folder or file .* Correct (\w+)\.")
 # Reward models by PEFT's name of their task.
 _CLASSIFIERS = {"SEQ_CLS": "SequenceClassification", "TOKEN_CLS": "TokenClassification"}
 
@@ -43,6 +44,7 @@ class Request(NamedTuple):
         base: The base model, if it has moved since training; "" for the one of the run.
         dtype: Dtype of merged or whole weights; "auto" for that of the run or the files.
         accepts_other_base: Whether a base with other weights than those of the run is accepted.
+        tokenizer: The tokenizer, if it has moved since training; "" for the one of the run or folder.
     """
 
     source: Path
@@ -53,6 +55,7 @@ class Request(NamedTuple):
     base: str = ""
     dtype: str = "auto"
     accepts_other_base: bool = False
+    tokenizer: str = ""
 
 
 class Opened(NamedTuple):
@@ -78,6 +81,7 @@ class Opened(NamedTuple):
 def add_options(arguments: ArgumentParser) -> None:
     """Add the options that all commands on checkpoints have."""
     arguments.add_argument("--base", default="")
+    arguments.add_argument("--tokenizer", default="")
     arguments.add_argument("--device", default="")
     arguments.add_argument("--accept-other-base", action="store_true")
 
@@ -129,7 +133,8 @@ def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> R
     """
     source = check_source(given.source)
     place = find_device(given.device or device)
-    return Request(source, place, base=given.base, accepts_other_base=given.accept_other_base, **choices)
+    moved = {"base": given.base, "tokenizer": given.tokenizer}
+    return Request(source, place, accepts_other_base=given.accept_other_base, **moved, **choices)
 
 
 def read_task(folder: Path) -> str:
@@ -168,15 +173,17 @@ def open_trained(request: Request) -> Opened:
 
 
 def _open_on_base(open_source: Callable[[Request], Opened], request: Request) -> Opened:
-    """Return what open_source returns; say how to name a base that is not where the source says."""
+    """Return what open_source returns; say how to name a base or tokenizer that is not where the source says."""
     try:
         return open_source(request)
     except OptionError as error:
-        if request.base or not re.match("The configuration of .* cannot be read:", str(error)):
+        found = _UNREAD.match(str(error))
+        option = "base" if found is None or "tokenizer" not in found.groups() else "tokenizer"
+        if found is None or getattr(request, option):
             raise
         raise OptionError(
-            f"{error} {request.source} names this base; a folder is searched from {Path.cwd()}. If it is elsewhere, "
-            "add --base FOLDER."
+            f"{error} {request.source} names this {option}; a folder is searched from {Path.cwd()}. If it is "
+            f"elsewhere, add --{option} FOLDER."
         ) from error
 
 
@@ -189,6 +196,8 @@ def _open_checkpoint(request: Request) -> Opened:
     from lightning_fastft.training.model.run_record import RUN_KEY
 
     content = _read_checkpoint(request.source)
+    if request.tokenizer:
+        content["datamodule_hyper_parameters"] = {"tokenizer": request.tokenizer}
     options = _tuner_options(request, content)
     has_adapters = options.get("lora") is not None
     dtype, is_quantised = options["dtype"], options.get("quantization") is not None
@@ -313,7 +322,8 @@ def _open_adapters(request: Request) -> Opened:
     if not name:
         raise OptionError(f"{request.source} does not say which model its adapters belong to. Add --base NAME.")
     dtype = _merge_dtype(request, {"model": name, "revision": revision, "dtype": "auto"})
-    tokenizer = str(request.source) if (request.source / "tokenizer_config.json").is_file() else None
+    has_own = (request.source / "tokenizer_config.json").is_file()
+    tokenizer = request.tokenizer or (str(request.source) if has_own else None)
     base = FineTuner(name, revision=revision, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
     is_quantised = _is_bnb(base)
     if request.is_merged and is_quantised:
@@ -335,7 +345,7 @@ def _open_whole(request: Request) -> Opened:
 
     name = str(request.source)
     dtype = _merge_dtype(request, {"model": name, "dtype": "auto"})
-    module = FineTuner(name, dtype=dtype).to(request.device)  # type: ignore[arg-type]
+    module = FineTuner(name, dtype=dtype, tokenizer=request.tokenizer or None).to(request.device)  # type: ignore[arg-type]
     module.configure_model()
     return _finish(module, [], record={}, source=module.source)
 

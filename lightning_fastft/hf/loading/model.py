@@ -74,14 +74,17 @@ def build_model(
                 home=home or device,
             )
         else:
-            _refuse_adapters(source)
+            # First, because it says what to do if there is no such model.
             held = getattr(source.config, "quantization_config", None)
+            _refuse_adapters(source)
             check_headers(weight_files(source), name=source.name, is_quantised=held is not None)
             model = _read(
                 source, device=device, dtype=dtype, quantization_config=quantization_config, home=home or device
             )
-    if quantization is not None:
+    # transformers names models of files that hold 4-bit weights.
+    if quantization is not None or getattr(model, "is_loaded_in_4bit", False):
         _check_nf4_layers(model, name=source.name)
+    if quantization is not None:
         # Quantise the experts that are still dense, and create one dense buffer for all.
         quantise_experts(model)
     check_finite(model, name=source.name)

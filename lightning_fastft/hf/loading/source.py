@@ -156,7 +156,7 @@ class ModelSource:
         """Return the tokenizer saved with the model; None for a configuration, and for a folder without one.
 
         Raises:
-            OptionError: Its files are nested endlessly, or are not those of a tokenizer.
+            OptionError: It is not found, its files are nested endlessly, or they are not those of a tokenizer.
         """
         from transformers import AutoTokenizer
 
@@ -173,6 +173,12 @@ class ModelSource:
                 )
         except OptionError:
             raise
+        except OSError as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise OptionError(
+                f"The tokenizer of {self.model!r} cannot be read: {reason} Check the name and the connection, or give "
+                "a local folder."
+            ) from error
         except (RecursionError, TypeError, AttributeError, KeyError, UnicodeDecodeError) as error:
             raise OptionError(
                 f"The tokenizer of {self.model!r} cannot be read: {error!r}. Fetch its files again."

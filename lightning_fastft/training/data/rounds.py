@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.errors import FastFTError, ResumeError
+from lightning_fastft.core.errors import FastFTError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.document import Document, split_document
@@ -19,6 +19,10 @@ from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_mu
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
 from lightning_fastft.training.data.position import BY_CONTENT, SIZES, compare_plans
+
+if TYPE_CHECKING:
+    from lightning_fastft.training.distillation import DistillationTuner
+    from lightning_fastft.training.policy import PolicyTuner
 
 
 def draw_sampled(number: int, *, share: float, prompts_per_round: int, seed: int) -> list[bool]:
@@ -131,3 +135,33 @@ def _compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
 def _gather(value: Any) -> np.ndarray:
     """Return the values of all ranks, stacked."""
     return np.stack(on_all_ranks(lambda: np.asarray(value), error=FastFTError))
+
+
+def check_rollout_tuner(tuner: PolicyTuner | DistillationTuner, *, has_rewards: bool, temperature: float) -> None:
+    """Refuse a tuner that needs other options of the RolloutDataModule.
+
+    Raises:
+        OptionError: It has other ones.
+    """
+    from lightning_fastft.training.distillation import DistillationTuner
+
+    if isinstance(tuner, DistillationTuner):
+        if tuner.store is not None:
+            raise OptionError(
+                "DistillationTuner(store=...) holds the teacher's tokens of given rows, and completions that are "
+                "sampled are in no store. Leave store out, so that the live teacher reads them; or give the rows "
+                "to PackedDataModule."
+            )
+        if has_rewards:
+            raise OptionError("A DistillationTuner learns from its teacher, without rewards: leave rewards out.")
+        return
+    if not has_rewards:
+        raise OptionError(
+            "A PolicyTuner learns from rewards: give RolloutDataModule(rewards=...) a function of yours. On the "
+            "command line: --allow-import my_rewards --data.rewards my_rewards.score."
+        )
+    if tuner.temperature != temperature:
+        raise OptionError(
+            f"RolloutDataModule samples at temperature={temperature}, and the PolicyTuner takes "
+            f"log-probabilities at temperature={tuner.temperature}. Give both the same one."
+        )

@@ -100,6 +100,8 @@ class TrainingStream:
         self._max_tokens = setup.options.max_tokens
         self._has_state = stream.has_state
         first = read_first_chunk(stream, setup=setup)
+        # Of the first rows; None if there are none.
+        self.format = first.format
         self._is_plain = functools.partial(is_plain, first, setup=setup)
         self._check_agreement(first)
         self._read_windows = functools.partial(

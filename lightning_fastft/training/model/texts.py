@@ -56,12 +56,13 @@ class TextCausalLM(CausalLMModule):
         if hasattr(data, "trained_tokenizer"):
             self._trained_tokenizer, self.given_images = data.trained_tokenizer, data.image_encoder
             self._chat_template = None
+        if hasattr(data, "answer_end"):
             self.answer_end = data.answer_end
         if self.answer_end is not None:
             token = self.trained_tokenizer.convert_ids_to_tokens(self.answer_end)
             rank_zero_info(
-                f"Answers end with {token!r}, at which the generation configuration of the model does not stop. Texts "
-                "and saved models will stop there too."
+                f"Answers of the data end with {token!r}, at which the generation configuration of the model does not "
+                "stop. Generation and saved models will stop there too."
             )
 
     def _read_tokenizer(self, checkpoint: Mapping[str, Any], *, run: Mapping[str, Any]) -> None:

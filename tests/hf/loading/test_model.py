@@ -116,10 +116,13 @@ def test_random_nf4_equals_quantising_the_same_random_weights(tmp_path):
     assert not quantised.model.layers[0].mlp.up_proj.weight.requires_grad
 
 
-@pytest.mark.parametrize("init", ["random", "pretrained"])
+@pytest.mark.parametrize("init", ["random", "pretrained", "quantised files"])
 def test_nf4_trains_after_an_evaluation(folder, init):
     source = ModelSource(CONFIG, init="random") if init == "random" else ModelSource(str(folder))
     model = build_model(source, device=CPU, dtype=torch.bfloat16, quantization="nf4")
+    if init == "quantised files":
+        model.save_pretrained(folder / "nf4")
+        model = build_model(ModelSource(str(folder / "nf4")), device=CPU, dtype=torch.bfloat16)
     ids = torch.randint(0, 97, (1, 6))
     with torch.no_grad():
         model.eval()(ids)

@@ -11,7 +11,11 @@ from lightning_fastft.cli.command import main
 from lightning_fastft.cli.trained.opening import Request, open_trained
 from lightning_fastft.monitor.generate_samples import GenerateSamples
 from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.policy import PolicyTuner
+from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.samplers import sample_with_model
 from tests.support.tiny_models import VOCABULARY, build_tiny
 from tests.support.training_parts import quiet_data, quiet_trainer
 from tests.support.vision import build_processor, build_vision_model
@@ -149,6 +153,29 @@ def test_a_processor_that_was_given_to_the_data_goes_with_the_model(tmp_path):
     assert AutoProcessor.from_pretrained(tmp_path / "saved").patch_size == processor.patch_size
 
 
+def test_a_tokenizer_of_the_data_that_has_moved_is_named_on_the_command_line(base, tmp_path, capsys):
+    # With other ids, so that it is not taken for that of the base.
+    build_words(OWN, prefix="v").save_pretrained(tmp_path / "tokens")
+    rows = [{"messages": [{"role": "user", "content": "v5"}, {"role": "assistant", "content": "v6"}]}] * 4
+    train(tmp_path, base, rows=rows, tokenizer=str(tmp_path / "tokens"))
+    (tmp_path / "tokens").rename(tmp_path / "moved")
+    checkpoint, out = str(tmp_path / "a.ckpt"), str(tmp_path / "out")
+    assert main(["export", checkpoint, out]) == 1
+    assert "--tokenizer" in capsys.readouterr().err
+    moved = ["--tokenizer", str(tmp_path / "moved")]
+    assert main(["export", checkpoint, out, *moved]) == 0
+    assert main(["export", out, str(tmp_path / "again"), "--merge", "--tokenizer", str(base)]) == 0
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("v5") == 5
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").convert_tokens_to_ids("w5") == 5
+    loaded = open_trained(Request(tmp_path / "a.ckpt", torch.device("cpu"), tokenizer=moved[1]))
+    assert loaded.module.trained_tokenizer.convert_tokens_to_ids("v5") == 5
+    base.rename(tmp_path / "elsewhere")
+    assert main(["export", checkpoint, str(tmp_path / "x"), *moved]) == 1
+    assert "add --base" in capsys.readouterr().err
+    assert main(["export", checkpoint, str(tmp_path / "x"), "--tokenizer", str(tmp_path / "nothing")]) == 1
+    assert "add --tokenizer" not in capsys.readouterr().err
+
+
 BASE_TEMPLATE = "{% for message in messages %}w1 {{ message.content }} <end>{% endfor %}"
 
 
@@ -197,6 +224,14 @@ def test_generation_stops_where_trained_answers_end(tuner_options, chatty, tmp_p
     assert [options["eos_token_id"] for options in seen] == [[0, 96]] * 2
 
 
+@pytest.mark.parametrize("chosen", ["other", None])
+def test_generation_stops_where_a_template_of_several_ends_answers(chosen, chatty, tmp_path):
+    template = BASE_TEMPLATE.replace("<end>", "w95")
+    tokenizer = build_words({"default": template, "other": template})
+    tokenizer.add_tokens([AddedToken("w95", special=True)])
+    assert train(tmp_path, chatty, tokenizer=tokenizer, chat_template=chosen).answer_end == 95
+
+
 def test_samples_stop_where_trained_answers_end(chatty, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(
@@ -206,12 +241,66 @@ def test_samples_stop_where_trained_answers_end(chatty, tmp_path, monkeypatch):
     assert [options["eos_token_id"] for options in seen] == [[0, 96]]
 
 
+@pytest.mark.parametrize(("prompt", "end"), [(CHAT, 96), ("w5 w6", None)], ids=["chat", "text"])
+@pytest.mark.parametrize("tuner_class", [PolicyTuner, DistillationTuner])
+def test_rollouts_stop_where_answers_end(tuner_class, prompt, end, chatty, tmp_path):
+    found = []
+
+    def sampler(*args, **options):
+        groups = sample_with_model(*args, **options)
+        found.extend(sampled.input_ids for group in groups for sampled in group)
+        return groups
+
+    is_policy = tuner_class is PolicyTuner
+    module = tuner_class(str(chatty), lora={"r": 2}, **({} if is_policy else {"teacher": build_tiny("qwen3")}))
+    rewards = {"rewards": lambda completions, **columns: [float(len(text)) for text in completions]}
+    data = RolloutDataModule(
+        [{"prompt": prompt}] * 4, sampler=sampler, prompts_per_round=4, max_new_tokens=40, max_tokens=512,
+        **(rewards if is_policy else {}),
+    )  # fmt: skip
+    quiet_trainer(tmp_path, strategy="fastft", max_steps=1).fit(module, data)
+    assert module.answer_end == end
+    assert any(96 in ids for ids in found)
+    assert any(96 in ids[:-1] for ids in found) is (end is None)
+
+
 @pytest.mark.parametrize("rows", [[{"text": "w5 w6"}] * 4, [{"prompt": "w5 ", "completion": "w6 w7"}] * 4])
 def test_plain_text_leaves_the_stops_of_generation(rows, chatty, tmp_path):
     module = train(tmp_path, chatty, rows=rows)
     assert module.answer_end is None
     module.save_pretrained(str(tmp_path / "saved"))
     assert not (tmp_path / "saved" / "generation_config.json").exists()
+
+
+TEXTS = [{"text": "w5 w6"}] * 4
+PAIRS = [{"prompt": "w5 ", "completion": "w6 w7"}] * 4
+INSTRUCTIONS = [{"instruction": "w5", "output": "w6 w7"}] * 4
+
+
+@pytest.mark.parametrize(("has_template", "is_streamed"), [(True, False), (False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("rows", [TEXTS, PAIRS, INSTRUCTIONS], ids=["text", "pairs", "instructions"])
+def test_generation_stops_where_trained_texts_end(rows, is_streamed, has_template, chatty, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.eos_token = "w95"
+    if not has_template:
+        tokenizer.chat_template = None
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        (chatty / name).unlink()
+    tokenizer.save_pretrained(chatty)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    module = train(tmp_path, chatty, rows=str(file), streaming=is_streamed)
+    assert module.answer_end == 95
+    module.save_pretrained(str(tmp_path / "saved"))
+    assert stops_of(tmp_path / "saved") == [0, 95]
+    assert train(tmp_path, chatty, rows=rows, add_eos=False).answer_end is None
+
+
+def test_ids_leave_the_stops_of_generation(chatty, tmp_path):
+    tokenizer = build_words(None)
+    tokenizer.eos_token = "w95"
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 4
+    assert train(tmp_path, chatty, rows=rows, tokenizer=tokenizer).answer_end is None
 
 
 def test_a_template_that_ends_answers_where_generation_stops_changes_nothing(base, tmp_path):
