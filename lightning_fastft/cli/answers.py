@@ -40,6 +40,8 @@ _FUNCTION_UNION = re.compile(
 # What a value must be, by the type that the parser expects.
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _TYPE = re.compile(r"Expected a <class '(int|float|bool)'>(?:\. Got value: (.*))?")
+# A float as a text, at most 1e18.
+_WHOLE_FLOAT = re.compile(r"[+-]?\d{1,9}(?:\.\d{0,9})?(?:[eE]\+?0*\d)?")
 _NO_CLASS = re.compile(r"Expected a dot import path string: ([A-Za-z_]\w*)\b(?!\.)")
 _CHOICE = re.compile(r"Expected a typing\.Literal\[([^\]]*)\](?:\. Got value: (.*))?")
 # Modules with classes of an option, by the last part of its name.
@@ -327,7 +329,11 @@ def _join_kinds(types: list[str]) -> str:
 def _got(found: re.Match[str], lines: list[str]) -> str:
     """Return the wrong value in words; nested errors come first, and the innermost one is that of the value."""
     value = found[2] or next((line.partition(": ")[2] for line in lines if line.startswith("Given value: ")), None)
-    return "" if value is None else f", got {value!r}"
+    if value is None:
+        return ""
+    whole = _WHOLE_FLOAT.fullmatch(value) if found.re is _TYPE and found[1] == "int" else None
+    is_whole = whole is not None and float(value).is_integer()
+    return f", got {value!r}{f': write {float(value):.0f}' if is_whole else ''}"
 
 
 def _owner_of(lines: list[str], option: str) -> str | None:

@@ -9,6 +9,7 @@ from lightning_fastft.cli.words import DEFAULT_CLASSES, TRAINER_CLASS
 
 _LOSSES = "FineTuner has one loss; --model PreferenceTuner --model.loss sigmoid is DPO, --model PolicyTuner has GRPO."
 _TRAINED = "Answers alone are trained; with data.loss_on all every token is."
+_TEMPLATE_OPTIONS = "Variables of a chat template are a column of the rows, chat_template_kwargs."
 # By the last part of an option: the option of ours with an example value where the name alone does not say it, or a
 # sentence where there is none.
 _OPTIONS: Mapping[str, str] = {
@@ -71,6 +72,8 @@ _OPTIONS: Mapping[str, str] = {
     "seq_len": "data.max_tokens",
     "cutoff_len": "data.max_tokens",
     "dataset_text_field": "data.columns.text body",
+    "chat_template_kwargs": _TEMPLATE_OPTIONS,
+    "enable_thinking": _TEMPLATE_OPTIONS,
     "dataset_num_proc": "data.num_proc",
     "dataloader_num_workers": "data.num_workers",
     "neftune_noise_alpha": "model.neftune_noise_alpha",

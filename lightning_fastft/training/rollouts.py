@@ -58,9 +58,9 @@ class RolloutDataModule(RecordedDataModule):
     judge: there are no rewards. An epoch has no last batch: the Trainer needs ``max_steps`` or ``max_time``.
 
     Args:
-        prompts: Rows with a column "prompt" (text, or messages for the chat template, which also gets a column
-            "tools"): a file, a folder, a data set or a list of rows, as in ``PackedDataModule``. Other columns go to
-            the rewards.
+        prompts: Rows with a column "prompt" (text, or messages for the chat template, which also gets the columns
+            "tools" and "chat_template_kwargs"): a file, a folder, a data set or a list of rows, as in
+            ``PackedDataModule``. The columns but "prompt" go to the rewards.
         rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
             prompts, completions (texts) and one list for each other column of the rows. Returns one finite number for
             each completion. None for a DistillationTuner.

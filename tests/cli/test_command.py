@@ -38,6 +38,7 @@ from tests.cli.hostile_configs import BORING
             "learning_rate",
         ),
         (["--trainer.max_steps", "many"], "trainer.max_steps: must be a whole number, got 'many'", ""),
+        (["--trainer.max_steps", "5e2"], "trainer.max_steps: must be a whole number, got '500.0': write 500", ""),
         (
             ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpth", "x"],
             "trainer.callbacks: Option 'dirpth'",

@@ -85,6 +85,8 @@ ANSWERED = [
     (["demo", "--trainer.max_stps", "3"], 2, "did you mean trainer.max_steps?"),
     (["fit", *CONFIG, "--trainer.max_steps", "abc"], 2, "trainer.max_steps: must be a whole number, got 'abc'"),
     (["data", *CONFIG, "--data.max_tokens=1.5"], 2, "data.max_tokens: must be a whole number, got '1.5'"),
+    (["fit", *CONFIG, "--data.chat_template_kwargs", "{enable_thinking: false}"], 2, "are a column of the rows"),
+    (["fit", *CONFIG, "--enable_thinking", "false"], 2, "column of the rows, chat_template_kwargs"),
     (["fit", *CONFIG, "--model.learning_rate", "x"], 2, "model.learning_rate: must be None or a number, got 'x'"),
     (["fit", *CONFIG, "--max-seq-length", "9"], 2, "did you mean data.max_tokens?"),
     (["fit", *CONFIG, "--gpus", "2"], 2, "did you mean trainer.devices?"),

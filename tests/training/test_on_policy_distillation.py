@@ -26,7 +26,7 @@ from tests.support.packs import assert_close, separate
 from tests.support.training_parts import SaveAtStep, quiet_trainer
 from tests.support.tuners import make_tuner, step
 from tests.training.test_distillation import divergence_alone, make_teacher, record
-from tests.training.test_rollouts import CONFIG, SUMS, character_tokenizer
+from tests.training.test_rollouts import CONFIG, SUMS, TEMPLATE, character_tokenizer
 
 ROWS = [{"prompt": row["prompt"], "completion": row["answer"]} for row in SUMS]
 
@@ -210,6 +210,18 @@ def test_a_share_of_0_trains_the_completions_of_the_rows(tmp_path):
     fit(tmp_path, tuner, data, max_steps=6)
     seen = [pair for pairs, _ in found for pair in pairs]
     assert set(seen) == given_pairs()
+
+
+def test_completions_of_rows_have_the_tools_and_template_options_of_their_row(tmp_path):
+    ask, say = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+    row = {"tools": [{"name": "7+"}], "chat_template_kwargs": {"base": "9+"}}
+    rows = [{"prompt": [ask], "completion": [say], **row}] * 8
+    tuner, data = make_parts(rows=rows, sampler=FunctionSampler(never), sampled_share=0.0)
+    tuner.tokenizer.chat_template = TEMPLATE
+    found = watch(tuner, spell)
+    fit(tmp_path, tuner, data, max_steps=1)
+    prompts = {tuner.tokenizer.decode(prompt).replace(" ", "") for prompt, _ in found[0][0]}
+    assert prompts == {"7+9+1"}
 
 
 def test_a_share_of_1_needs_no_completion_and_reads_none(tmp_path):

@@ -329,20 +329,26 @@ def note_prompts(seen):
 
 
 TEMPLATE = (
-    "{% if tools %}{{ tools[0].name }}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if tools %}{{ tools[0].name }}{% endif %}{{ base }}{% for message in messages %}{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}={% endif %}"
 )
 
 
-def test_tools_of_a_prompt_reach_the_template(tmp_path):
+def test_tools_and_template_options_of_a_prompt_reach_the_template(tmp_path):
     tuner, _ = make_parts()
     tuner.tokenizer.chat_template, seen = TEMPLATE, []
-    rows = [{"prompt": [{"role": "user", "content": "12"}], "tools": [{"name": "7+"}]}]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "12"}],
+            "tools": [{"name": "7+"}],
+            "chat_template_kwargs": {"base": "9+"},
+        }
+    ]
     data = RolloutDataModule(
         rows, rewards=lambda completions, **_: range(len(completions)), sampler=note_prompts(seen), prompts_per_round=1
     )
     train(tmp_path, tuner, data, max_steps=1)
-    assert seen == [["7+12="]]
+    assert seen == [["7+9+12="]]
 
 
 def test_rewards_get_columns_that_the_first_row_of_a_round_lacks(tmp_path):

@@ -226,9 +226,10 @@ class ModelSource:
         try:
             return AutoProcessor.from_pretrained(self.model, revision=self.revision or "main", trust_remote_code=False)
         except ImportError as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), "a package is missing.")
+            # transformers breaks its sentences into lines, and goes on with installation pages.
+            reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".") or "a package is missing"
             raise MissingDependencyError(
-                f"The processor of {self.name!r} cannot be loaded: {reason} Install what images need with: "
+                f"The processor of {self.name!r} cannot be loaded: {reason}. Install what images need with: "
                 f"{pip_line('vision')}"
             ) from error
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -9,19 +9,21 @@ from dataclasses import dataclass
 from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string
 from lightning_fastft.core.errors import OptionError
 
+# Optional columns for the chat template: descriptions of tools, and options such as enable_thinking.
+_CHAT = ("tools", "chat_template_kwargs")
 # Required and optional columns of each format, in the order of detection. tokens/formatter.py reads them.
 COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "preference": (("chosen", "rejected"), ("prompt", "margin", "tools", "images", "image")),
-    "labelled": (("prompt", "completion", "label"), ("tools", "images", "image")),
-    "scored": (("prompt", "completion", "score"), ("tools", "images", "image")),
+    "preference": (("chosen", "rejected"), ("prompt", "margin", *_CHAT, "images", "image")),
+    "labelled": (("prompt", "completion", "label"), (*_CHAT, "images", "image")),
+    "scored": (("prompt", "completion", "score"), (*_CHAT, "images", "image")),
     "stepwise": (("prompt", "completions", "labels"), ()),
     "rollouts": (
         ("rewards",),
-        ("prompt", "completions", "prompt_ids", "completion_ids", "log_probs", "tools", "images", "image"),
+        ("prompt", "completions", "prompt_ids", "completion_ids", "log_probs", *_CHAT, "images", "image"),
     ),
-    "messages": (("messages",), ("tools", "images", "image")),
-    "conversations": (("conversations",), ("system", "tools", "images", "image")),
-    "prompt_completion": (("prompt", "completion"), ("tools", "images", "image")),
+    "messages": (("messages",), (*_CHAT, "images", "image")),
+    "conversations": (("conversations",), ("system", *_CHAT, "images", "image")),
+    "prompt_completion": (("prompt", "completion"), (*_CHAT, "images", "image")),
     "instruction": (("instruction", "output"), ("input",)),
     "input_ids": (("input_ids",), ("labels", "completion_mask", "assistant_masks", "attention_mask")),
     "text": (("text",), ()),

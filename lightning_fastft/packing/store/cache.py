@@ -18,6 +18,7 @@ from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.store.dataset import TokenizedDataset, replace_file
 from lightning_fastft.packing.store.ingest import Ingest, check_highest_id, check_share_of_rejects, write_rejects
 from lightning_fastft.packing.tokens import chat
+from lightning_fastft.packing.tokens.template_options import OPTIONS
 from lightning_fastft.packing.tokens.tokenisation import Setup
 
 if TYPE_CHECKING:
@@ -150,9 +151,11 @@ def _fingerprint(
     if images is not None:
         # Paths of images are relative to these folders.
         parts += [images.fingerprint, [source.folder for source in sources]]
-    if options.add_eos and stop_ids is not None and (images is not None or chosen["chat_template"] is not None):
-        # Only conversations depend on them: other entries keep their fingerprint.
-        parts.append({"stop_ids": stop_ids})
+    if images is not None or chosen["chat_template"] is not None:
+        # Only conversations depend on these: other entries keep their fingerprint.
+        parts.append({"read": [OPTIONS]})
+        if options.add_eos and stop_ids is not None:
+            parts.append({"stop_ids": stop_ids})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress, dropwhile
 from pathlib import Path
@@ -50,6 +50,8 @@ _TEMPLATE_ERRORS = (
     RecursionError,
     MemoryError,
 )
+# Sets of options whose renderers are kept.
+_MOST_RENDERERS = 64
 TRAINED_ANYWAY = "rows with turns of weight 0, which loss_on='all' trains"
 BY_PROMPT = "assistant turns located by their generation prompt (the chat template has no generation marks)"
 BY_SENTINEL = "assistant turns located by a sentinel (the chat template renders them differently if others follow)"
@@ -105,6 +107,8 @@ class ChatRenderer:
     Templates run in the sandbox of transformers, without access to Python and with ranges of at most 100,000. A
     template that takes more than two seconds of CPU time for one conversation stops the run with a DataError. Its
     memory is not limited.
+
+    The options are variables of the template with JSON values, such as enable_thinking.
     """
 
     def __init__(
@@ -115,8 +119,12 @@ class ChatRenderer:
         loss_on: str,
         notes: Counter[str],
         stop_ids: Sequence[int] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._stop_ids = stop_ids
+        self._others: dict[str, ChatRenderer] = {}
         self._template = template
         self._loss_on = loss_on
         self._notes = notes
@@ -132,6 +140,24 @@ class ChatRenderer:
         self._ends: TurnEnds | None = None
         if stop_ids is not None and not self._has_marks:
             self._ends = TurnEnds(tokenizer, stop_ids=stop_ids, shape=self._shapes.shape)
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatRenderer:
+        """Return the renderer of the template with other options, on which the shapes that it reads may depend."""
+        if options == self._options:
+            return self
+        name = json.dumps(options, sort_keys=True)
+        if name not in self._others:
+            if len(self._others) == _MOST_RENDERERS:
+                self._others.clear()
+            self._others[name] = ChatRenderer(
+                self._tokenizer,
+                template=self._template,
+                loss_on=self._loss_on,
+                notes=self._notes,
+                stop_ids=self._stop_ids,
+                options=options,
+            )
+        return self._others[name]
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, num_context_turns: int = 0, tools: object = None
@@ -217,6 +243,7 @@ class ChatRenderer:
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
+                **self._options,
             )
         mask = np.asarray([0, *result["assistant_masks"], 0], dtype=np.int8)
         turn = np.flatnonzero(np.diff(mask))
@@ -305,6 +332,7 @@ class ChatRenderer:
                     chat_template=self._template,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
+                    **self._options,
                 )
             )
 

@@ -24,6 +24,7 @@ from lightning_fastft.packing.rows.steps import join_steps, read_steps
 from lightning_fastft.packing.tokens import chat
 from lightning_fastft.packing.tokens.control_tokens import Rendered
 from lightning_fastft.packing.tokens.spans import find_repeated_prompt, move_spans, place_spans
+from lightning_fastft.packing.tokens.template_options import OPTIONS, read_template_options
 from lightning_fastft.packing.tokens.token_ids import (
     Encoded,
     TokenIdError,
@@ -142,19 +143,23 @@ class Formatter:
         encoded = iter(self._encode_rendered(rendered))
         return [_join(outcome, encoded) if isinstance(outcome, _RowTexts) else outcome for outcome in outcomes]
 
-    def encode_prompt(self, prompt: str | list[dict[str, Any]], *, tools: object = None) -> list[int]:
+    def encode_prompt(
+        self, prompt: str | list[dict[str, Any]], *, tools: object = None, template_options: object = None
+    ) -> list[int]:
         """Return the tokens of a text or of checked messages, up to where a completion begins.
+
+        template_options are variables of the chat template, as in the column chat_template_kwargs.
 
         Raises:
             RowRejectedError: The prompt cannot be rendered.
             TokenIdError: A token is outside of the embedding.
         """
         if isinstance(prompt, str):
-            _refuse_tools(tools)
+            _refuse_chat_columns(tools, template_options)
             rendered = Rendered(prompt, (), is_chat=True)
         else:
             _refuse_images(prompt)
-            rendered = self._find_chat().render_prompt(prompt, tools=tools)
+            rendered = self._find_chat(template_options).render_prompt(prompt, tools=tools)
         (found,) = self._encode_rendered([rendered])
         if isinstance(found, TokenIdError):
             raise found
@@ -200,9 +205,9 @@ class Formatter:
 
     def _render_completions(self, row: Mapping[str, Any], *, format: str) -> _RowTexts:
         """Return one text per completion, each behind the prompt."""
-        found, tools = read_completions(row, format=format), row.get("tools")
+        found = read_completions(row, format=format)
         if isinstance(found.prompt, str):
-            _refuse_tools(tools)
+            _refuse_chat_columns(row.get("tools"), row.get(OPTIONS))
             if self._chat is not None:
                 self.notes[PLAIN_TEXT] += 1
             prompt = found.prompt + ("" if found.is_implicit else self._options.separator)
@@ -212,7 +217,7 @@ class Formatter:
             for completion in found.completions:
                 turns = found.prompt + completion
                 _refuse_images(turns)
-                text, _ = self._render_chat(turns, num_context_turns=len(found.prompt), tools=tools, column=[])
+                text, _ = self._render_chat(turns, row, num_context_turns=len(found.prompt))
                 rendered.append(text)
         return _RowTexts(rendered, partial(_join_completions, scores=found.scores, must_differ=format == "preference"))
 
@@ -228,17 +233,16 @@ class Formatter:
 
     def _render(self, row: Mapping[str, Any], *, format: str) -> tuple[Rendered, list[object]]:
         """Return the text of a row, and its images in the order of their placeholders."""
-        column = image_column(row)
         if format == "messages":
-            return self._render_chat(check_messages(row["messages"]), tools=row.get("tools"), column=column)
+            return self._render_chat(check_messages(row["messages"]), row)
         if format == "conversations":
             messages = read_conversation(row["conversations"], system=row.get("system"))
-            return self._render_chat(messages, tools=row.get("tools"), column=column)
+            return self._render_chat(messages, row)
         if format == "prompt_completion" and not isinstance(row["prompt"], str):
-            return self._render_turns(row["prompt"], row["completion"], tools=row.get("tools"), column=column)
-        if column:
+            return self._render_turns(row["prompt"], row["completion"], row)
+        if image_column(row):
             raise RowRejectedError(WRONG_TYPE, "a prompt with images must be a list of messages")
-        _refuse_tools(row.get("tools"))
+        _refuse_chat_columns(row.get("tools"), row.get(OPTIONS))
         return self._render_text(row, format=format), []
 
     def _render_text(self, row: Mapping[str, Any], *, format: str) -> Rendered:
@@ -262,13 +266,13 @@ class Formatter:
         )
 
     def _render_turns(
-        self, prompt: object, completion: object, *, tools: object, column: list[object]
+        self, prompt: object, completion: object, row: Mapping[str, Any]
     ) -> tuple[Rendered, list[object]]:
         if not (isinstance(prompt, (list, tuple)) and isinstance(completion, (list, tuple))):
             raise unlike(prompt, completion, column="completion")
         turns = check_messages(prompt, column="prompt", needs_assistant=False)
         answers = check_messages(completion, column="completion")
-        return self._render_chat(turns + answers, num_context_turns=len(turns), tools=tools, column=column)
+        return self._render_chat(turns + answers, row, num_context_turns=len(turns))
 
     def _render_pair(self, prompt: str, completion: str) -> Rendered:
         begin = 0 if self._options.loss_on == "all" else len(prompt)
@@ -276,23 +280,19 @@ class Formatter:
         return Rendered(prompt + completion, spans, notes=find_repeated_prompt(prompt, completion))
 
     def _render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        num_context_turns: int = 0,
-        tools: object = None,
-        column: list[object],
+        self, messages: list[dict[str, Any]], row: Mapping[str, Any], *, num_context_turns: int = 0
     ) -> tuple[Rendered, list[object]]:
-        renderer = self._find_chat()
-        turns, images = place_images(messages, column)
+        """Return the text of messages with the tools and template options of their row, and their images."""
+        renderer = self._find_chat(row.get(OPTIONS))
+        turns, images = place_images(messages, image_column(row))
         if images and self._images is None:
             raise RowRejectedError(IMAGE_UNSERVED, "image parts need a vision-language model with its processor")
-        return renderer.render(turns, num_context_turns=num_context_turns, tools=tools), images
+        return renderer.render(turns, num_context_turns=num_context_turns, tools=row.get("tools")), images
 
-    def _find_chat(self) -> chat.ChatRenderer:
+    def _find_chat(self, template_options: object) -> chat.ChatRenderer:
         if self._chat is None:
             raise DataError("Messages need a chat template, and the tokenizer has none. Give chat_template.")
-        return self._chat
+        return self._chat.with_options(read_template_options(template_options))
 
     def _encode_rendered(self, rendered: Sequence[Rendered]) -> list[Encoded | TokenIdError]:
         if not rendered:
@@ -354,9 +354,11 @@ class Formatter:
         return Encoded(input_ids, is_trained)
 
 
-def _refuse_tools(tools: object) -> None:
-    if tools:
-        raise RowRejectedError(WRONG_TYPE, "a prompt with tools must be a list of messages")
+def _refuse_chat_columns(tools: object, template_options: object) -> None:
+    """Refuse what only a chat template reads, for a prompt that is a text."""
+    if tools or read_template_options(template_options):
+        name = "tools" if tools else OPTIONS
+        raise RowRejectedError(WRONG_TYPE, f"a prompt with {name} must be a list of messages")
 
 
 def _refuse_images(messages: Sequence[Mapping[str, Any]]) -> None:

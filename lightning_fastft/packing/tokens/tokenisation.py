@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
     from lightning_fastft.hf.images import ImageEncoder
 
-ABSENT_FIELDS = "rows with nulls inside messages or tools, dropped because table columns fill absent fields with null"
+ABSENT_FIELDS = (
+    "rows with nulls inside messages, tools or template options, dropped because table columns fill absent fields with "
+    "null"
+)
 
 
 class Setup(NamedTuple):

@@ -13,6 +13,7 @@ from lightning_fastft.packing.rows.messages import check_messages
 from lightning_fastft.packing.rows.parsing import check_text, parse_row
 from lightning_fastft.packing.rows.rejects import MISSING_COLUMN, RowRejectedError
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
+from lightning_fastft.packing.tokens.template_options import OPTIONS
 from lightning_fastft.packing.tokens.token_ids import TokenIdError
 from lightning_fastft.training.samplers import Sampled
 
@@ -70,7 +71,7 @@ def encode_prompt_ids(formatter: Formatter, row: Mapping[str, Any], *, place: st
         DataError: The prompt has no token, or cannot be rendered.
     """
     try:
-        ids = formatter.encode_prompt(row[PROMPT], tools=row.get(TOOLS))
+        ids = formatter.encode_prompt(row[PROMPT], tools=row.get(TOOLS), template_options=row.get(OPTIONS))
     except (RowRejectedError, TokenIdError) as error:
         raise DataError(f"{place}: {error}") from error
     if not ids:
@@ -98,8 +99,9 @@ def encode_given(
                 "the column completion, or sample all of them with --data.sampled_share 1.0."
             )
     documents = []
+    kept = (PROMPT, TOOLS, OPTIONS)
     shaped = [
-        {PROMPT: row[PROMPT], TOOLS: row.get(TOOLS), "completions": [row[COMPLETION]], "rewards": [0.0]} for row in rows
+        {**{name: row.get(name) for name in kept}, "completions": [row[COMPLETION]], "rewards": [0.0]} for row in rows
     ]
     for place, found in zip(places, formatter.encode(shaped, format="rollouts")):
         if not isinstance(found, Encoded):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -85,3 +85,18 @@ def test_a_configuration_that_cannot_be_read_is_an_answer(tmp_path, monkeypatch)
     for name in (str(tmp_path / "empty"), "nobody/nothing"):
         with pytest.raises(OptionError, match=r"cannot be read: .* give a local folder"):
             _ = ModelSource(name).config
+
+
+def test_missing_package_of_a_processor_is_named_in_one_sentence(tmp_path, monkeypatch):
+    text = (
+        "\nSomeProcessor requires the Torchvision library but it was not found. Check out the\ninstallation page: x\n"
+    )
+
+    def refuse(*_, **__):
+        raise ImportError(text)
+
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", refuse)
+    random_model().save_pretrained(tmp_path)
+    with pytest.raises(MissingDependencyError) as error:
+        ModelSource(str(tmp_path)).load_processor()
+    assert "but it was not found. Install what images need" in str(error.value)
