@@ -64,7 +64,7 @@ class Window(NamedTuple):
         packs: Documents of each pack, the most expensive pack first.
         num_labelled: Labelled tokens of each pack, without the first token of each document.
         rejects: Rows of the window that were rejected.
-        losses: What was lost of the rows that were kept, with the first row where it is known.
+        lost: What was lost of the rows that were kept, with the first row where it is known.
         digest: Digest of the tokens and labels, in the order of the packs.
         is_last: Whether the pass has no other window on this rank.
     """
@@ -73,7 +73,7 @@ class Window(NamedTuple):
     packs: list[list[Document]]
     num_labelled: list[int]
     rejects: list[Reject]
-    losses: dict[str, str]
+    lost: dict[str, str]
     digest: str
     is_last: bool
 
@@ -153,7 +153,7 @@ def read_windows(
         state = begin
         while not (state.is_at_end and not state.carried):
             window_begin, documents, rejects = state, list(state.carried), list[Reject]()
-            losses: dict[str, str] = {}
+            lost: dict[str, str] = {}
             num_tokens = sum(len(document.input_ids) for document in documents)
             while num_tokens < num_packs * max_tokens and not state.is_at_end:
                 result = next(results, None)
@@ -163,7 +163,7 @@ def read_windows(
                     documents += _split_documents(result, options=setup.options)
                     num_tokens += len(result.id_T)
                     rejects += result.rejects
-                    losses = _find_losses(result) | losses
+                    lost = _find_lost(result) | lost
                     source, num_rows = states.popleft()
                     counts = Counter(state.rejects) + Counter(reject.reason for reject in result.rejects)
                     state = state._replace(source=source, num_rows=num_rows, rejects=dict(counts))
@@ -177,20 +177,20 @@ def read_windows(
                     sum(int((document.labels[1:] != IGNORED_LABEL).sum()) for document in pack) for pack in packs
                 ],
                 rejects=rejects,
-                losses=losses,
+                lost=lost,
                 digest=_digest(packs),
                 is_last=state.is_at_end and not carried,
             )
 
 
-def _find_losses(result: ChunkResult) -> dict[str, str]:
+def _find_lost(result: ChunkResult) -> dict[str, str]:
     """Return what was lost of the rows of a chunk, with the first row; "" where it is not known."""
-    losses = dict.fromkeys((f"column {name!r} is not read" for name in sorted(result.unread)), "")
+    lost = dict.fromkeys((f"column {name!r} is not read" for name in sorted(result.unread)), "")
     if result.counts["num_truncated"]:
-        losses["rows longer than a pack are truncated"] = ""
+        lost["rows longer than a pack are truncated"] = ""
     if result.counts["num_split"]:
-        losses["rows longer than a pack are split"] = ""
-    return losses | {
+        lost["rows longer than a pack are split"] = ""
+    return lost | {
         note: f"row {result.first_lines[note]}" if note in result.first_lines else ""
         for note, number in sorted(result.notes.items())
         if number and note not in ROUTINE_NOTES

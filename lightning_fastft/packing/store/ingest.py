@@ -245,15 +245,15 @@ def _say_where(path: Path | None) -> str:
     return "" if path is None else f" Rejected rows are in {path}."
 
 
-def describe_losses(report: IngestReport) -> list[str]:
+def describe_lost(report: IngestReport) -> list[str]:
     """Return what was lost of the rows that were kept: columns, ends of long rows, and what notes tell."""
-    losses = [f"columns that are not read: {', '.join(report.unread_columns)}"] if report.unread_columns else []
+    lost = [f"columns that are not read: {', '.join(report.unread_columns)}"] if report.unread_columns else []
     if report.num_too_long:
-        losses.append(
+        lost.append(
             f"{report.num_too_long} rows are longer than a pack: {report.num_truncated} truncated, {report.num_split} "
             f"split, {report.num_dropped_pieces} pieces without trained tokens dropped"
         )
-    return losses + [note for note in report.notes if not any(routine in note for routine in ROUTINE_NOTES)]
+    return lost + [note for note in report.notes if not any(routine in note for routine in ROUTINE_NOTES)]
 
 
 def check_share_of_rejects(report: IngestReport, *, most: float, written: Path | None, first: str = "") -> None:

@@ -28,7 +28,7 @@ from lightning_fastft.packing.rows.rejects import is_rejects
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
-from lightning_fastft.packing.store.ingest import describe_losses
+from lightning_fastft.packing.store.ingest import describe_lost
 from lightning_fastft.packing.store.report import render_counts
 from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream
 from lightning_fastft.training.data.images import find_image_encoder, make_document_images
@@ -197,8 +197,8 @@ class SplitDataModule(RecordedDataModule):
                 f"{split} data: {report.num_rejected} of {report.num_rows} rows are rejected "
                 f"({render_counts(report.rejects)}); they are in {printable(str(path))}"
             )
-        for loss in describe_losses(report):
-            rank_zero_info(f"{split} data: {printable(loss)}")
+        for what in describe_lost(report):
+            rank_zero_info(f"{split} data: {printable(what)}")
         if len(dataset) == 0:
             raise DataError(f"The {split} data {name_source(self._sources[split])} holds no usable example.")
         self._tokenized[split] = (self.tokenizer, dataset)

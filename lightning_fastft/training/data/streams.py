@@ -118,7 +118,7 @@ class TrainingStream:
         self._group: Any = None
         # Whether the file of rejected rows was begun in this run.
         self._keeps_rejects = self._has_told_rejects = False
-        self._told_losses: set[str] = set()
+        self._told_lost: set[str] = set()
 
     @functools.cached_property
     def is_plain(self) -> bool:
@@ -198,7 +198,7 @@ class TrainingStream:
             for order, window, num_items_M in self._windows(state, number=number, expected=expected):
                 self._started.append(_Started(number, window.begin, window.digest))
                 self._write_rejects(window.rejects, is_new=number >= position)
-                self._tell_losses(window.losses)
+                self._tell_lost(window.lost)
                 yield from self._collate(order, window, num_items_M, number=number, skipped=max(0, position - number))
                 number, expected = number + len(order), ""
             if number == num_before and not state.num_rows:
@@ -278,12 +278,12 @@ class TrainingStream:
             rank_zero_info(f"Rows of {self.name} are rejected, the first for: {rejects[0].reason}. They are in {path}")
         self._keeps_rejects = self._has_told_rejects = True
 
-    def _tell_losses(self, losses: Mapping[str, str]) -> None:
+    def _tell_lost(self, lost: Mapping[str, str]) -> None:
         """Log what is lost of rows of rank 0, once in a run."""
-        for loss, first in losses.items():
-            if loss not in self._told_losses:
-                rank_zero_info(f"Rows of {self.name}: {printable(loss)}{f' (the first is {first})' if first else ''}")
-                self._told_losses.add(loss)
+        for what, first in lost.items():
+            if what not in self._told_lost:
+                rank_zero_info(f"Rows of {self.name}: {printable(what)}{f' (the first is {first})' if first else ''}")
+                self._told_lost.add(what)
 
     def _check_agreement(self, first: Chunk) -> None:
         try:
