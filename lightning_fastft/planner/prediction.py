@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -157,17 +158,18 @@ class StepModel:
         clock = _Clock(self.machine, limit_bytes=footprint.staging_bytes, intervals=intervals)
         sizes = [self.cost.segments[number].weight_bytes for number in footprint.streamed]
         weights = _WeightStream(clock, sizes, footprint.streamed)
-        head_bytes = self.cost.ends.head if footprint.streamed else 0
+        head_bytes, arrival = self.cost.ends.head if footprint.streamed else 0, 0.0
         num_parts, left_bytes = num_head_parts(len(works)), head_bytes
         for number, work in enumerate(works):
-            if head_bytes and number >= len(works) - num_parts:
-                part_bytes = min(left_bytes, -(-head_bytes // num_parts))
-                clock.copy_in("head", part_bytes)
+            if left_bytes and number >= len(works) - num_parts:
+                part_bytes = min(left_bytes, math.ceil(head_bytes / num_parts))
+                arrival = clock.copy_in("head", part_bytes)
                 left_bytes -= part_bytes
             self._forward(clock, weights, number, work)
         clock.begin("head")
-        if head_bytes:
-            clock.wait(clock.copy_in("head", left_bytes) if left_bytes else clock.in_free)
+        if left_bytes:
+            arrival = clock.copy_in("head", left_bytes)
+        clock.wait(arrival)
         clock.compute(self.cost.head_ms)
         self._backward(clock, weights, works)
         clock.begin("other")
