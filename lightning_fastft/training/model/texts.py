@@ -35,11 +35,11 @@ class TextCausalLM(CausalLMModule):
     @property
     def trained_tokenizer(self) -> Any:
         """The tokenizer of the training data with its chat template; without such data ``tokenizer``."""
-        from lightning_fastft.hf.loading.source import ModelSource
+        from lightning_fastft.hf.loading.source import load_given_tokenizer
         from lightning_fastft.packing.tokens.chat import with_template
 
         if isinstance(self._trained_tokenizer, str):
-            self._trained_tokenizer = ModelSource(self._trained_tokenizer).load_tokenizer()
+            self._trained_tokenizer = load_given_tokenizer(self._trained_tokenizer)
         tokenizer = self.tokenizer if self._trained_tokenizer is None else self._trained_tokenizer
         return with_template(tokenizer, self._chat_template)
 

@@ -9,6 +9,7 @@ from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrai
 
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.trained.opening import Request, open_trained
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.monitor.generate_samples import GenerateSamples
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.distillation import DistillationTuner
@@ -309,3 +310,14 @@ def test_a_template_that_ends_answers_where_generation_stops_changes_nothing(bas
 
 def test_a_word_that_ends_an_answer_is_no_control_token(base, tmp_path):
     assert train(tmp_path, base, chat_template=OWN.replace("<eos>", "w9"), add_eos=False).answer_end is None
+
+
+def test_a_tokenizer_of_the_data_that_has_moved_is_named_as_the_tokenizer(chatty, tmp_path):
+    own = tmp_path / "own"
+    build_words(BASE_TEMPLATE).save_pretrained(own)
+    train(tmp_path, chatty, tokenizer=str(own))
+    own.rename(tmp_path / "moved")
+    loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded.configure_model()
+    with pytest.raises(OptionError, match="Correct tokenizer"):
+        loaded.generate(["w5"])
