@@ -54,11 +54,20 @@ def answer_prompts(model: Any, *, tokenizer: Any, prompts: Sequence[Sequence[int
     return _write_texts(model, tokenizer, prompts, max_new_tokens=max_new_tokens, do_sample=False)
 
 
+def list_stops(eos_token_id: int | list[int] | None) -> list[int]:
+    """Return the ids of ``eos_token_id`` of a generation configuration or a tokenizer, in their order.
+
+    Example:
+        >>> list_stops(None), list_stops(2), list_stops([2, 5])
+        ([], [2], [2, 5])
+    """
+    return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+
+
 def add_stop(generation: GenerationConfig, token: int) -> GenerationConfig:
     """Return a copy of a generation configuration that also stops at a token."""
     extended = copy.deepcopy(generation)
-    ends = generation.eos_token_id
-    known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    known = list_stops(generation.eos_token_id)
     extended.eos_token_id = known if token in known else [*known, token]
     # It has a value of its own now, and must not be made again from the configuration of the model.
     extended._from_model_config = False
@@ -76,8 +85,7 @@ def read_stops(folder: Path) -> list[int]:
 
     if not (folder / GENERATION_CONFIG_NAME).is_file():
         return []
-    ends = GenerationConfig.from_pretrained(str(folder)).eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return list_stops(GenerationConfig.from_pretrained(str(folder)).eos_token_id)
 
 
 def stream_to(write: Callable[[str], None], *, tokenizer: Any) -> Any:
@@ -170,9 +178,7 @@ def _special_ids(model: Any, tokenizer: Any) -> tuple[int, list[int]]:
     """Return the padding token and the end-of-text tokens."""
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     ends = model.generation_config.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    return pad, [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return pad, list_stops(tokenizer.eos_token_id if ends is None else ends)
 
 
 def _generate(

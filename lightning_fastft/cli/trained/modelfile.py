@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.hf.generation import list_stops
 
 _ROLES = ("system", "user", "assistant")
 # Contents that no template has.
@@ -72,8 +73,7 @@ def write_modelfile(folder: Path, *, gguf: Path, tokenizer: Any) -> Path:
     lines = [f"FROM ./{gguf.name}", f'TEMPLATE """{template}"""']
     if has_template and "strftime_now" in str(tokenizer.chat_template):
         lines.insert(0, f"# The chat template writes the current date. Here it is that of the export, {date.today()}.")
-    ends = generation.get("eos_token_id")
-    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    ends = list_stops(generation.get("eos_token_id"))
     tokens = [tokenizer.decode([end]) for end in ends] if tokenizer is not None else []
     if tokenizer is not None and tokenizer.eos_token:
         tokens.append(tokenizer.eos_token)
