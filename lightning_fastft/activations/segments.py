@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from lightning_fastft.activations.engine import Group, HostAllocation, OffloadEngine
+from lightning_fastft.activations.recompute import recompute_in_backward
 from lightning_fastft.activations.router_choice import RouterChoice
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.planner.step import SegmentPlan
@@ -136,15 +137,20 @@ class Segment:
                 if is_sent
                 else nullcontext()
             ):
-                output = checkpoint(
-                    partial(session.run, function), *args, use_reentrant=False, preserve_rng_state=self.is_random
-                )
+                output = self._checkpoint(partial(session.run, function), *args)
         if observer is not None:
             observer.forward_ends(self)
         self._announce_backward(output)
         if group is not None or observer is not None:
             self._watch_backward(output, group=group, observer=observer)
         return output
+
+    def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function, and again in the backward instead of keeping what it saves."""
+        # torch's checkpoint repeats random numbers, and torch.compile can trace it.
+        if self.is_random or torch.compiler.is_compiling():
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=self.is_random)
+        return recompute_in_backward(function, *args)
 
     def _announce_backward(self, output: Any) -> None:
         """Call on_backward as soon as the gradient of one of the outputs is known."""
