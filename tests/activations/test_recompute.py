@@ -184,7 +184,10 @@ def test_hooks_of_the_caller_see_the_arguments_only():
     ("second", "message"),
     [
         (lambda x: torch.sigmoid(x[:2]), r"saved a tensor of shape \(2,\) in float32, its forward of shape \(3,\)"),
-        (lambda x: torch.sigmoid(x.double()), r"saved a tensor of shape \(3,\) in float64, its forward of shape \(3,\)"),
+        (
+            lambda x: torch.sigmoid(x.double()),
+            r"saved a tensor of shape \(3,\) in float64, its forward of shape \(3,\)",
+        ),
         (lambda x: x + 1, "saved fewer tensors"),
     ],
     ids=["shape", "dtype", "fewer"],
