@@ -40,7 +40,7 @@ def recompute_in_backward(function: Callable[..., Any], *args: Any) -> Any:
     recompute = _Recompute(
         function,
         args=[_TENSOR if torch.is_tensor(arg) else arg for arg in args],
-        inputs=_Inputs.apply(torch.empty((), requires_grad=True), *tensors).grad_fn,
+        holder=_Inputs.apply(torch.empty((), requires_grad=True), *tensors),
         autocast=_read_autocast(tensors),
     )
     with torch.autograd.graph.saved_tensors_hooks(recompute.pack, recompute.unpack):
@@ -80,12 +80,13 @@ class _Recompute:
     Args:
         function: The function.
         args: Its arguments, _TENSOR in place of each tensor.
-        inputs: The node that holds these tensors.
+        holder: Output of the node that saves these tensors. Before torch 2.13 they are freed with this output, even if
+            its node is referenced.
         autocast: Autocast of the first run.
     """
 
-    def __init__(self, function: Callable[..., Any], *, args: list[Any], inputs: Any, autocast: Autocast) -> None:
-        self._function, self._args, self._inputs, self._autocast = function, args, inputs, autocast
+    def __init__(self, function: Callable[..., Any], *, args: list[Any], holder: Any, autocast: Autocast) -> None:
+        self._function, self._args, self._holder, self._autocast = function, args, holder, autocast
         self._saved: list[weakref.ref[_Saved]] = []
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
@@ -103,7 +104,7 @@ class _Recompute:
         return tensor
 
     def _run_again(self) -> None:
-        tensors = iter(self._inputs.saved_tensors)
+        tensors = iter(self._holder.grad_fn.saved_tensors)
         args = [next(tensors) if arg is _TENSOR else arg for arg in self._args]
         remaining = iter(self._saved)
         last = self._saved[-1]
