@@ -292,6 +292,8 @@ def _find_targets(
     return None, target_R, target_R.shape[0], (target_R != IGNORED_LABEL).sum()
 
 
+# torch 2.11 loses the weight of the head where a trace goes on behind a break of the graph.
+@torch.compiler.disable
 def _labelled_loss(
     logits: LazyLogits,
     row_R: torch.Tensor | None,
