@@ -14,7 +14,7 @@ from lightning_fastft.activations.engine import OffloadEngine
 from lightning_fastft.activations.execution import PlanExecutor
 from lightning_fastft.activations.frozen_weights import FrozenWeights, StreamedWeights
 from lightning_fastft.activations.probe import measure_machine
-from lightning_fastft.activations.segments import Segment, is_random
+from lightning_fastft.activations.segments import Segment
 from lightning_fastft.activations.slots import align
 from lightning_fastft.core.errors import HostMemoryError, OptionError, UnsupportedModelError
 from lightning_fastft.core.run_environment import RunEnvironment
@@ -65,8 +65,7 @@ class PlannedStack:
         self.environment = environment
         self.weights = FrozenWeights(layers) if weights is None else weights
         self.segments = [
-            Segment(index, is_random=any(map(is_random, layer.modules())), has_router=_has_router(layer))
-            for index, layer in enumerate(layers)
+            Segment(index, list(layer.modules()), has_router=_has_router(layer)) for index, layer in enumerate(layers)
         ]
         self.executor = PlanExecutor(self.segments, buffers=options.buffers, is_serial=options.is_serial)
         self.plan: Plan | None = None

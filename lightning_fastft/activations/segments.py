@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from lightning_fastft.activations.engine import Group, HostAllocation, OffloadEngine
 from lightning_fastft.activations.recompute import recompute_in_backward
 from lightning_fastft.activations.router_choice import RouterChoice
+from lightning_fastft.activations.switches import State, Switches, is_random
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.planner.step import SegmentPlan
 
@@ -66,14 +67,15 @@ class Segment:
 
     Args:
         index: Index among the layers of its model, from 0.
-        is_random: Whether the layer draws random numbers, which the recompute must repeat.
+        modules: The modules of the layer. If one draws random numbers, the recompute repeats them.
         has_router: Whether the layer has a router, whose top-k the recompute must reuse.
     """
 
-    def __init__(self, index: int, *, is_random: bool = False, has_router: bool = False) -> None:
+    def __init__(self, index: int, modules: Sequence[nn.Module] = (), *, has_router: bool = False) -> None:
         self.index = index
-        self.is_random = is_random
+        self.is_random = any(map(is_random, modules))
         self.has_router = has_router
+        self.switches = Switches(modules)
         self.plan = RECOMPUTE
         self.places: dict[str, str] = {}
         self.engine: OffloadEngine | None = None
@@ -92,8 +94,8 @@ class Segment:
 
     def __getstate__(self) -> dict[str, Any]:
         """Recompute in a copy or pickle; streams, pinned memory and probes stay with the original."""
-        alone = Segment(self.index, is_random=self.is_random, has_router=self.has_router)
-        return vars(alone)
+        alone = Segment(self.index, has_router=self.has_router)
+        return vars(alone) | {"is_random": self.is_random, "switches": self.switches}
 
     def inner_session(self) -> Session | None:
         """Return a session for a part of the layer that a checkpoint inside the layer recomputes, else None.
@@ -211,12 +213,21 @@ class Session:
         self._counts: Counter[str] = Counter()
         self._num_runs = 0
         self._choice: RouterChoice | None = None
+        self._state: State = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run the layer in this session; the first run is the forward, later runs recompute it."""
         self.is_recompute = self._num_runs > 0
         self._num_runs += 1
         self._counts.clear()
+        segment = self.segment
+        if not self.is_recompute:
+            self._state = segment.switches.read()
+            return self._run_once(function, *args)
+        with segment.switches.set_to(self._state):
+            return self._run_once(function, *args)
+
+    def _run_once(self, function: Callable[..., Any], *args: Any) -> Any:
         segment, observer = self.segment, self.segment.observer
         outer, segment.session = segment.session, self
         if observer is not None:
@@ -366,15 +377,3 @@ def _unchanged(tensor: torch.Tensor, name: str, version: int) -> torch.Tensor:
             "layers: OffloadCheckpointing('keep') or 'recompute'."
         )
     return tensor
-
-
-def is_random(module: nn.Module) -> bool:
-    """Return whether a module draws random numbers in training (dropout or router noise above 0)."""
-    from torch.nn.modules.dropout import _DropoutNd
-
-    if isinstance(module, _DropoutNd) and module.p > 0:
-        return True
-    return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
-        for name, value in vars(module).items()
-    )

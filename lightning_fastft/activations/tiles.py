@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fastft.activations.segments import Segment, is_random
+from lightning_fastft.activations.segments import Segment
 from lightning_fastft.activations.values import SEGMENT_ATTRIBUTE
 from lightning_fastft.core.errors import SwapError
 from lightning_fastft.core.patcher import ModelPatcher
@@ -41,7 +41,7 @@ def install_tiles(
     num_tiled = 0
     for layer, outer in zip(layers, segments):
         for name, block in dense_blocks(layer).items():
-            segment = Segment(outer.index, is_random=any(map(is_random, block.modules())))
+            segment = Segment(outer.index, list(block.modules()))
             for module in block.modules():
                 if SEGMENT_ATTRIBUTE in vars(module):
                     patcher.set_attribute(module, SEGMENT_ATTRIBUTE, segment)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_fastft.activations.segments import is_random
+from lightning_fastft.activations.switches import is_random
 from lightning_fastft.activations.values import find_segment
 from lightning_fastft.graphs.buckets import PackBucket, StaticInput, load_rows
 from lightning_fastft.hf.lora import switched_layers

@@ -17,7 +17,7 @@ import torch
 from lightning_fastft.core.checks import check_bool, check_float, check_int, check_share
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.dtypes import seeded
-from lightning_fastft.hf.lora_refusals import refuse_unknown_parts, refuse_variants
+from lightning_fastft.hf.lora_refusals import refuse_tokens_of_a_copy, refuse_unknown_parts, refuse_variants
 from lightning_fastft.hf.lora_targets import ALL_LINEAR, copy_with_targets
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def add_adapters(model: PreTrainedModel, *, lora: LoraConfig, adapter_dtype: tor
             near = difflib.get_close_matches(str(lora.init_lora_weights).lower(), _INITIALISATIONS, n=1)
             advice = f". Did you mean {near[0]}?" if near and "Unknown initialization" in str(error) else ""
             raise OptionError(f"lora does not match {type(model).__name__}: {error or repr(error)}{advice}") from error
+    refuse_tokens_of_a_copy(adapted)
     cast_adapters(adapted, adapter_dtype)
     return adapted
 

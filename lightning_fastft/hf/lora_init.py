@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_fastft.core.errors import OptionError, ResumeError
+from lightning_fastft.core.errors import OptionError, ResumeError, list_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -34,8 +34,9 @@ class Initial(NamedTuple):
     """Factors of the first adapters of a base that their initialisation changed, in fp32 on the host.
 
     Args:
-        factors: A0 and B0, by the name of the parameter.
-        scales: Scale of each layer, by its name.
+        factors: A0 and B0, by the name of the parameter; for adapters of embeddings, which these initialisations do not
+            change, zeros of the same shape.
+        scales: Scale of each changed layer, by its name.
     """
 
     factors: dict[str, torch.Tensor]
@@ -110,22 +111,48 @@ def read_initial(model: PeftModel) -> Initial:
     """Return the adapters of a model whose initialisation has just changed its base.
 
     Raises:
-        OptionError: A base weight is quantised, where the change is not exact.
+        OptionError: The change is not exact: a base weight is quantised, or another layer shares it, or PEFT computes
+            the initialisation of this kind of layer wrongly.
 
     Cost:
         One copy of the adapters in host memory.
     """
     factors, scales = {}, {}
+    said = f"lora.init_lora_weights={model.peft_config[ADAPTER].init_lora_weights!r}"
+    owners = _count_owners(model)
     for name, layer in _lora_layers(model):
-        if not layer.get_base_layer().weight.is_floating_point():
+        weight, shown = layer.get_base_layer().weight, name.removeprefix("base_model.model.")
+        if not weight.is_floating_point():
             raise OptionError(
-                f"{name} is quantised, and lora.init_lora_weights={model.peft_config[ADAPTER].init_lora_weights!r} "
-                "needs a base that is not. Give the model that was not quantised."
+                f"{shown} is quantised, and {said} needs a base that is not. Give the model that was not quantised."
+            )
+        if len(owners[id(weight)]) > 1:
+            others = list_names([owner for owner in owners[id(weight)] if owner != shown])
+            raise OptionError(
+                f"{said} moves a part of the weight of {shown} into its adapter, and {others} has the same weight, "
+                "which would lose that part. Remove such layers from target_modules, or use init_lora_weights=True."
+            )
+        if said.endswith("='olora'") and getattr(layer, "fan_in_fan_out", False):
+            raise OptionError(
+                f"{said} is wrong for {shown} (Conv1D), whose weight has swapped axes: PEFT would change another part "
+                "of it than the adapter holds. Use init_lora_weights='pissa'."
             )
         scales[name] = float(layer.scaling[ADAPTER])
         for kind, factor in (("lora_A", layer.lora_A[ADAPTER]), ("lora_B", layer.lora_B[ADAPTER])):
             factors[f"{name}.{kind}.{ADAPTER}.weight"] = factor.weight.detach().float().cpu().clone()
+    for name, factor in model.named_parameters():
+        if name.endswith((f".lora_embedding_A.{ADAPTER}", f".lora_embedding_B.{ADAPTER}")):
+            factors[name] = torch.zeros(()).expand(factor.shape)
     return Initial(factors, scales)
+
+
+def _count_owners(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of the layers that hold each parameter of the base, by its id."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0].removesuffix(".base_layer").removeprefix("base_model.model.")
+        owners.setdefault(id(parameter), []).append(owner)
+    return owners
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
@@ -170,8 +197,8 @@ def convert_state(state: Mapping[str, torch.Tensor], *, initial: Initial) -> dic
     """
     converted = dict(state)
     for name, first in initial.factors.items():
-        last = state[name].detach().float().cpu()
-        converted[name] = torch.cat([last, first]) if ".lora_A." in name else torch.cat([last, -first], dim=1)
+        last, is_a = state[name].detach().float().cpu(), ".lora_A." in name or ".lora_embedding_A." in name
+        converted[name] = torch.cat([last, first]) if is_a else torch.cat([last, -first], dim=1)
     return converted
 
 
@@ -194,7 +221,8 @@ def restore_base(model: PeftModel, *, initial: Initial) -> None:
         for name, a_RD, b_NR, scale in initial.layers():
             weight = layers[name].get_base_layer().weight
             taken = (scale * (b_NR @ a_RD)).to(weight.device)
-            weight.copy_(weight.float() + taken)
+            # The weight of a Conv1D has swapped axes.
+            weight.copy_(weight.float() + (taken.T if getattr(layers[name], "fan_in_fan_out", False) else taken))
 
 
 def as_plain_lora(model: PeftModel, *, initial: Initial) -> PeftModel:

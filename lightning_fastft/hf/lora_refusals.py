@@ -56,6 +56,27 @@ def refuse_unknown_parts(lora: Mapping[str, Any]) -> None:
                 raise OptionError(f"lora.{name} has the unknown field {field!r}. {advice}")
 
 
+def refuse_tokens_of_a_copy(adapted: nn.Module) -> None:
+    """Refuse a model that trains tokens of a layer and a copy of it: PEFT 0.21 builds it, and cannot run its forward.
+
+    That happens where the head shares the weight of the embedding, and ``modules_to_save`` names the head.
+
+    Raises:
+        OptionError: The message names the layer.
+    """
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, ModulesToSaveWrapper):
+            shown = name.removeprefix("base_model.model.").removesuffix(".token_adapter")
+            raise OptionError(
+                f"lora trains a copy of {shown} (modules_to_save) and tokens of it (trainable_token_indices, by the "
+                "embedding, whose weight it shares), and PEFT cannot run both. Remove one of them, or replace "
+                "trainable_token_indices by the embedding in modules_to_save."
+            )
+
+
 def refuse_invoked_adapters(root: nn.Module) -> None:
     """Refuse packed batches of a model with activated LoRA (aLoRA), also if documents run one at a time.
 

@@ -97,19 +97,28 @@ def check_read_back(
 
 
 def _build_bare(base: Any, *, keys: Collection[str]) -> nn.Module:
-    """Return a base of the same structure on the CPU, whose weights are expanded single numbers.
+    """Return a base of the same structure on the CPU, whose weights are expanded single numbers; tied ones stay tied.
 
     Biases, and weights of layers of which the file holds the base's weight, are whole: they are copied into them.
     """
     with torch.device("meta"):
         bare: nn.Module = type(base)(copy.deepcopy(base.config))
     owners = {_WRAPPED.sub("", key.removeprefix("base_model.model.")).rpartition(".")[0] for key in keys}
+    shared: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in bare.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                size = parameter.shape if "bias" in name or module_name in owners else ()
-                values = torch.zeros(size, dtype=parameter.dtype).expand(parameter.shape)
-                module._parameters[name] = nn.Parameter(values, requires_grad=False)
+                shared.setdefault(id(parameter), []).append((module_name, module, name))
+    for places in shared.values():
+        _, module, name = places[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        is_whole = any("bias" in name or module_name in owners for module_name, _, name in places)
+        size = parameter.shape if is_whole else ()
+        values = torch.zeros(size, dtype=parameter.dtype).expand(parameter.shape)
+        replaced = nn.Parameter(values, requires_grad=False)
+        for _, module, name in places:
+            module._parameters[name] = replaced
     return bare
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.lora import add_adapters, describe_lora, parse_lora, to_plain
-from tests.hf.loading.test_model import random_model
+from tests.hf.loading.test_model import CONFIG, random_model
 
 
 @pytest.mark.covering
@@ -92,3 +92,16 @@ def test_exclusions_that_exclude_nothing_are_refused(excluded, told):
     )  # fmt: skip
     assert not any("q_proj.lora_A" in name for name, _ in found.named_parameters())
     assert any("k_proj.lora_A" in name for name, _ in found.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_tokens_of_a_tied_head_that_is_copied_are_refused():
+    def adapt(**config):
+        lora = LoraConfig(
+            target_modules=["q_proj"], modules_to_save=["lm_head"], trainable_token_indices={"embed_tokens": [3, 5]}
+        )
+        return add_adapters(random_model({**CONFIG, **config}), lora=lora, adapter_dtype=torch.float32)
+
+    with pytest.raises(OptionError, match=r"copy of lm_head .* replace trainable_token_indices"):
+        adapt(tie_word_embeddings=True)
+    adapt(tie_word_embeddings=False)(input_ids=torch.arange(3, 9)[None])

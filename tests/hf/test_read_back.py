@@ -11,6 +11,8 @@ from lightning_fastft.hf import export
 from lightning_fastft.hf.lora import add_adapters
 from lightning_fastft.hf.read_back import check_for_vllm, check_read_back
 from lightning_fastft.training.fine_tuner import FineTuner
+from tests.hf.loading.test_model import random_model
+from tests.support.fine_tuners import CONFIG as TIED
 from tests.support.tiny_models import build_tiny
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -34,6 +36,15 @@ def adapted(name="llama", **lora):
 )
 def test_what_is_saved_reads_back(name, lora, tmp_path):
     model = adapted(name, **lora)
+    export.save_adapters(model, tmp_path / "out")
+    assert check_read_back(model, tmp_path / "out") == sum(value.requires_grad for value in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_an_adapter_of_a_tied_head_with_trained_tokens_reads_back(tmp_path):
+    # PEFT finds the layers of a tied weight by the weight itself.
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], trainable_token_indices={"embed_tokens": [3, 5]})
+    model = add_adapters(random_model(TIED), lora=lora, adapter_dtype=torch.float32)
     export.save_adapters(model, tmp_path / "out")
     assert check_read_back(model, tmp_path / "out") == sum(value.requires_grad for value in model.parameters())
 
