@@ -150,6 +150,30 @@ def test_a_pack_with_one_label_logs_no_reward_of_the_other(label, missing):
     assert tuner.logged_names - {missing} >= tuner.logged.keys() >= {"train_loss", "train_divergence"}
 
 
+@pytest.mark.parametrize("is_named", [False, True], ids=["one set", "named sets"])
+@pytest.mark.parametrize(("label", "there", "missing"), [(0.0, "rejected", "chosen"), (1.0, "chosen", "rejected")])
+def test_a_validation_with_one_label_logs_no_reward_of_the_other(tmp_path, label, there, missing, is_named):
+    documents = [document._replace(scores=(label, 0.0)) for document in pairs()]
+    both = [document._replace(scores=(float(place % 2), 0.0)) for place, document in enumerate(documents)]
+    sets = {
+        name: DataLoader([collate(part) for part in (found[:1], found[1:])], batch_size=None)
+        for name, found in (("one", documents), ("both", both))
+    }
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto", reference="adapters_off")
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy())
+    trainer.validate(tuner, sets if is_named else sets["one"], verbose=False)
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    assert not any(math.isnan(value) for value in logged.values()), logged
+    ending = "/one" if is_named else ""
+    assert {f"val_loss{ending}", f"val_reward_{there}{ending}"} <= logged.keys()
+    assert f"val_reward_{missing}{ending}" not in logged
+    if is_named:
+        assert {f"val_reward_{kind}{end}" for kind in ("chosen", "rejected") for end in ("", "/both")} <= logged.keys()
+        # All four rows of one set have the label, and two of the other.
+        weighted = (4 * logged[f"val_reward_{there}/one"] + 2 * logged[f"val_reward_{there}/both"]) / 6
+        assert logged[f"val_reward_{there}"] == pytest.approx(weighted, rel=1e-5)
+
+
 def test_the_base_without_adapters_draws_no_dropout():
     def model():
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
