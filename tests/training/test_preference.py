@@ -1,10 +1,13 @@
 """PreferenceTuner: losses and gradients of packed pairs against each completion alone, references, data and resume."""
 
 import copy
+import csv
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
@@ -148,6 +151,21 @@ def test_a_pack_with_one_label_logs_no_reward_of_the_other(label, missing):
     tuner = make_tuner(PreferenceTuner, loss="kto")
     step(tuner, [document._replace(scores=(label, 0.0)) for document in pairs(((5, 3, 4), (2, 4, 3)))])
     assert tuner.logged_names - {missing} >= tuner.logged.keys() >= {"train_loss", "train_divergence"}
+
+
+def test_a_step_with_one_label_repeats_no_reward_of_an_earlier_step(tmp_path):
+    """Lightning gives loggers the last value of a name again and again, until the end of the epoch."""
+    documents = [document._replace(scores=(float(place % 2), 0.0)) for place, document in enumerate(pairs())]
+    packs = [collate(part, num_items=len(part)) for part in (documents[:2], documents[2:3], documents[3:])]
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto", reference="adapters_off")
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(
+        tmp_path, strategy=FastFTStrategy(), logger=logger, log_every_n_steps=1, max_steps=3, max_epochs=1
+    )
+    trainer.fit(tuner, DataLoader(packs, batch_size=None))
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    names = ("train_reward_chosen", "train_reward_rejected")
+    assert [[bool(row[name]) for name in names] for row in rows] == [[True, True], [False, True], [True, False]]
 
 
 @pytest.mark.parametrize("is_named", [False, True], ids=["one set", "named sets"])

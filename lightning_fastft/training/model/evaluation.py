@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lightning_fastft.checkpoint.lightning_internals import drop_step_value
 from lightning_fastft.training.metrics import TokenMean
 from lightning_fastft.training.model.saved import SavedCausalLM
 
@@ -99,6 +100,8 @@ class EvaluatedCausalLM(SavedCausalLM):
         if prefix == "train":
             if count:
                 self._log_means({name: value}, prefix=prefix, count=count, shown=())
+            elif self._trainer is not None:
+                drop_step_value(self.trainer, f"{prefix}_{name}")
             return
         self._partial.add(name)
         loaders: list[int | str] = [self._loader, *([_ALL] if self._ending(prefix) else [])]
