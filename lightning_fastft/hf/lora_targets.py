@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 NUM_NEAREST = 3
 MOST_SHOWN = 12
+# A parameter of an adapter; the group is the name of the adapter.
+OWNED_BY_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.([^.]+)")
 _PREFIX = "base_model.model."
 # Modules that choose experts or keys; a choice passes no gradient, or only a weak one.
 _CHOOSER_NAME = re.compile(r"router|gate|gating|\w*expert_gate")
@@ -305,8 +307,6 @@ def describe_adapters(
 
 def _trained_whole(model: PeftModel, lora: LoraConfig) -> list[str]:
     """Return the names of modules whose own weights are trained, such as a reward head."""
-    from lightning_fastft.hf.lora import OWNED_BY_ADAPTER
-
     trained = (name.rpartition(".") for name, parameter in model.named_parameters() if parameter.requires_grad)
     beside = {
         module.rpartition(".")[2]

@@ -126,7 +126,8 @@ class ReferenceTuner(Tuner):
             OptionError: The reference is the model without its adapters, and other weights are trained too; or it is a
                 second model with other tokens.
         """
-        from lightning_fastft.hf.lora import OWNED_BY_ADAPTER, trained_adapters
+        from lightning_fastft.hf.lora import trained_adapters
+        from lightning_fastft.hf.lora_targets import OWNED_BY_ADAPTER
 
         super().configure_model()
         if self.needs_reference and self.reference not in (ADAPTERS_OFF, STORED) and self.frozen_model is None:
