@@ -39,7 +39,8 @@ class RewardTuner(Tuner):
     """Train a reward model: a causal language model with a head that scores completions, or the steps of an answer.
 
     ``save_pretrained`` writes what ``AutoModelForSequenceClassification`` (and PEFT on it) reads; with "stepwise" what
-    ``AutoModelForTokenClassification`` reads.
+    ``AutoModelForTokenClassification`` reads. The head is trained and saved whole, with or without
+    ``lora.modules_to_save: [score]``; ``adapter`` continues it with the adapters of a reward model.
 
     Args:
         model: As in ``FineTuner``; a causal language model, whose language head is not used.
