@@ -106,6 +106,14 @@ def logged_step_values(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.numel() == 1}
 
 
+def drop_step_value(trainer: Trainer, name: str) -> None:
+    """Forget the step value of a name that ``training_step`` does not log now; else loggers get the last one again."""
+    results = trainer._results
+    item = None if results is None else results.get(f"training_step.{name}")
+    if item is not None:
+        item.reset()
+
+
 def checks_at_epoch_end(callback: Any) -> bool:
     """Return whether an EarlyStopping reads its metric at the end of a training epoch."""
     return bool(callback._check_on_train_epoch_end)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError
-from lightning_fastft.hf.lora import OWNED_BY_ADAPTER
+from lightning_fastft.hf.lora_targets import OWNED_BY_ADAPTER
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -18,7 +18,7 @@ from lightning_fastft.core.checks import check_bool, check_float, check_int, che
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.dtypes import seeded
 from lightning_fastft.hf.lora_refusals import refuse_tokens_of_a_copy, refuse_unknown_parts, refuse_variants
-from lightning_fastft.hf.lora_targets import ALL_LINEAR, copy_with_targets
+from lightning_fastft.hf.lora_targets import ALL_LINEAR, OWNED_BY_ADAPTER, copy_with_targets
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -39,8 +39,6 @@ _MATCH = (
     "import json, re, sys; patterns, names = json.load(sys.stdin)\nfor pattern in patterns:\n for name in names: "
     "re.fullmatch(pattern, name)"
 )
-# A parameter of an adapter; the group is the name of the adapter.
-OWNED_BY_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.([^.]+)")
 # Names of PEFT's fields in other libraries that are not spelled alike.
 _NAMES_ELSEWHERE = {"rank": "r"}
 _FLAGS = (

@@ -80,7 +80,8 @@ def check_adapter_base(folder: str, *, base: Any, source: ModelSource | None, ac
 
 
 def load_adapter(model: PeftModel, folder: str) -> None:
-    """Load the weights of a folder into the adapter that is trained.
+    """Load the weights of a folder into the adapter that is trained; not those of modules that its configuration saves
+    whole and that of the model does not, such as the head of a reward model.
 
     Raises:
         DataError: They do not fit the model; the message names them.
@@ -88,9 +89,15 @@ def load_adapter(model: PeftModel, folder: str) -> None:
     from peft import set_peft_model_state_dict
     from peft.utils.save_and_load import load_peft_weights
 
-    _check_names(model, folder, adapter=ADAPTER)
+    kept = getattr(model.peft_config[ADAPTER], "modules_to_save", None) or ()
+    dropped = [name for name in read_adapter_config(folder).modules_to_save or () if name not in kept]
+    _check_names(model, folder, adapter=ADAPTER, dropped=dropped)
     copies = set(embedding_names(model, with_tied=True)) - set(find_resized(model))
-    state = {name: value for name, value in load_peft_weights(folder, device="cpu").items() if name not in copies}
+    state = {
+        name: value
+        for name, value in load_peft_weights(folder, device="cpu").items()
+        if name not in copies and not _is_inside(name, dropped)
+    }
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     try:
         set_peft_model_state_dict(model, state)
@@ -100,8 +107,13 @@ def load_adapter(model: PeftModel, folder: str) -> None:
         parameter.data = parameter.data.to(dtypes[name])
 
 
-def _check_names(model: PeftModel, folder: str, *, adapter: str) -> None:
-    """Refuse a folder with other weights than an adapter of the model.
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
+    """Return whether a weight belongs to one of some modules, given by the ends of their names."""
+    return name.rpartition(".")[0].endswith(tuple(f".{module}" for module in modules))
+
+
+def _check_names(model: PeftModel, folder: str, *, adapter: str, dropped: Sequence[str] = ()) -> None:
+    """Refuse a folder with other weights than an adapter of the model, apart from those of dropped modules.
 
     PEFT adds the base's embedding and head to adapters of these layers, which are read if they are those of the model.
 
@@ -113,6 +125,7 @@ def _check_names(model: PeftModel, folder: str, *, adapter: str) -> None:
 
     with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
         held = set(file.keys())
+    held -= {name for name in held if _is_inside(name, dropped)}
     own = set(get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False))
     resized = held.intersection(find_resized(model)) if adapter == ADAPTER else set()
     copies = held.intersection(embedding_names(model, with_tied=True)) - own - resized

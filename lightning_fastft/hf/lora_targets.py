@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 NUM_NEAREST = 3
 MOST_SHOWN = 12
+# A parameter of an adapter; the group is the name of the adapter.
+OWNED_BY_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.([^.]+)")
 _PREFIX = "base_model.model."
 # Modules that choose experts or keys; a choice passes no gradient, or only a weak one.
 _CHOOSER_NAME = re.compile(r"router|gate|gating|\w*expert_gate")
@@ -277,7 +279,8 @@ def _describe_nearest(target: str, known: Collection[str]) -> str:
 def describe_adapters(
     model: PeftModel, lora: LoraConfig, *, skipped: Mapping[str, int] | None, initialisation: object = True
 ) -> str:
-    """Return a line with the number of trained weights, the adapted layers, and those that the default rule skipped.
+    """Return a line with the number of trained weights, the adapted layers, modules that are trained whole, and layers
+    that the default rule skipped.
 
     The initialisation is the one that was asked for: EVA and LoftQ leave plain LoRA in PEFT's configuration.
     """
@@ -289,6 +292,7 @@ def describe_adapters(
         # EVA names every layer.
         named = sorted({name.rpartition(".")[2] for name in named})
     shown = f"{', '.join(named[:MOST_SHOWN])}{', ...' if len(named) > MOST_SHOWN else ''}"
+    whole = ", ".join(_trained_whole(model, lora))
     frozen = len(model.peft_config) - 1
     without = ", ".join(f"{number} {reason}" for reason, number in (skipped or {}).items())
     variants = [name for name, is_on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if is_on]
@@ -296,9 +300,20 @@ def describe_adapters(
     variants += [*named_one][:1]
     return (
         f"{count:,} trained weights ({count / max(1, total):.2%}), r = {lora.r} on {shown}"
-        f"{'; ' if variants else ''}{', '.join(variants)}"
+        f"{f'; whole: {whole}' if whole else ''}{'; ' if variants else ''}{', '.join(variants)}"
         f"{f'; without: {without}' if without else ''}{f'; other adapters: {frozen}' if frozen else ''}"
     )
+
+
+def _trained_whole(model: PeftModel, lora: LoraConfig) -> list[str]:
+    """Return the names of modules whose own weights are trained, such as a reward head."""
+    trained = (name.rpartition(".") for name, parameter in model.named_parameters() if parameter.requires_grad)
+    beside = {
+        module.rpartition(".")[2]
+        for module, _, kind in trained
+        if kind == "weight" and OWNED_BY_ADAPTER.search(f"{module}.{kind}") is None
+    }
+    return sorted(beside.union(lora.modules_to_save or ()))
 
 
 def copy_with_targets(model: PreTrainedModel, lora: LoraConfig) -> tuple[LoraConfig, dict[str, int] | None]:

@@ -125,7 +125,7 @@ class DistillationTuner(Tuner):
         )
 
     def _logged(self) -> tuple[str, ...]:
-        return "loss", "divergence", "nll"
+        return "loss", "divergence", *(("nll",) if self.sft_weight else ())
 
     def configure_model(self) -> None:
         """Build the student, and load a live teacher."""

@@ -137,15 +137,13 @@ class PreferenceTuner(ReferenceTuner):
             return compare(sum_C, completions, reference_C, num_items=batch.context.num_items, means=means)
 
         loss = self._minimise(batch, objective)
-        counts = dict.fromkeys(means, completions.num_examples)
         if self.loss == "kto":
+            # Without a row of one label its mean is no 0.
             num_chosen = sum(label > 0 for label in completions.scores[::2])
-            counts |= {"reward_chosen": num_chosen, "reward_rejected": completions.num_examples - num_chosen}
-            if prefix == "train" and completions.num_examples:
-                # Without a row of one label its mean is no 0. In a validation every rank must log every name.
-                means = {name: mean for name, mean in means.items() if counts[name]}
-        for name, mean in means.items():
-            self._log_means({name: mean}, prefix=prefix, count=counts[name], shown=("loss", "reward_accuracy"))
+            counts = {"reward_chosen": num_chosen, "reward_rejected": completions.num_examples - num_chosen}
+            for name, count in counts.items():
+                self._log_partial_mean(name, means.pop(name), prefix=prefix, count=count)
+        self._log_means(means, prefix=prefix, count=completions.num_examples, shown=("loss", "reward_accuracy"))
         return loss
 
     def _compare_pairs(

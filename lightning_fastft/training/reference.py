@@ -71,6 +71,8 @@ class ReferenceTuner(Tuner):
         self._reference: tuple[str | nn.Module | None] = (reference,)
         # By the digest of a data set: sums of log-probabilities, shape (N, most completions), fp32, on the host.
         self._stored: dict[str, torch.Tensor] = {}
+        # Whether the model is the one at the start of the run, so that more sums can be computed with it.
+        self._is_at_start = True
         # Names of adapters that are not trained, so that they are part of the reference.
         self._frozen_adapters: list[str] = []
         if isinstance(reference, str):
@@ -124,7 +126,8 @@ class ReferenceTuner(Tuner):
             OptionError: The reference is the model without its adapters, and other weights are trained too; or it is a
                 second model with other tokens.
         """
-        from lightning_fastft.hf.lora import OWNED_BY_ADAPTER, trained_adapters
+        from lightning_fastft.hf.lora import trained_adapters
+        from lightning_fastft.hf.lora_targets import OWNED_BY_ADAPTER
 
         super().configure_model()
         if self.needs_reference and self.reference not in (ADAPTERS_OFF, STORED) and self.frozen_model is None:
@@ -170,20 +173,34 @@ class ReferenceTuner(Tuner):
     def on_fit_start(self) -> None:
         """Compute the reference's log-probabilities where they are to be stored and the run does not resume."""
         super().on_fit_start()
-        if self.needs_reference and self.reference == STORED and self.trainer.ckpt_path is None:
-            if not has_trained(self.trainer):
-                # Those of an earlier run are not of the model that this one begins with.
-                self._stored.clear()
-            for split in ("train", "val"):
-                self._store(split)
+        if self.trainer.ckpt_path is None and not has_trained(self.trainer):
+            # Sums of an earlier run are not of the model that this one begins with.
+            self._stored.clear()
+            self._is_at_start = True
+        self._store("train", "val")
+        self._is_at_start = False
 
-    def _store(self, split: str) -> None:
-        """Store the sums of all examples of the data set that a split is from.
+    def on_validation_start(self) -> None:
+        """Compute them for the validation data, where there was no fit."""
+        super().on_validation_start()
+        self._store("val")
+
+    def on_test_start(self) -> None:
+        """Compute them for the test data, where there was no fit."""
+        super().on_test_start()
+        self._store("test")
+
+    def _store(self, *splits: str) -> None:
+        """Store the sums of all examples of the data sets that splits are from, if the model is still the reference.
 
         Raises:
             OptionError: The data is not a PackedDataModule.
         """
-        data = self._find_data()
+        if self.needs_reference and self.reference == STORED and self._is_at_start:
+            for split in splits:
+                self._store_split(self._find_data(), split=split)
+
+    def _store_split(self, data: PackedDataModule, *, split: str) -> None:
         subset = data.subset(split)
         if subset is None or subset.documents.content_digest in self._stored:
             return
@@ -241,7 +258,8 @@ class ReferenceTuner(Tuner):
         if stored_NC is None:
             raise ResumeError(
                 f"There are no stored log-probabilities for the {split} data, and the trained model is no longer the "
-                "reference. Resume with the data of the checkpoint, or give reference the name of the model."
+                "reference: those of the training and validation data are stored when a run begins. Give it this data "
+                "as val_paths, resume with the data of the checkpoint, or give reference the name of the model."
             )
         parts = [stored_NC[number, :count] for number, count in zip(batch.numbers, completions.completions_per_example)]
         return (torch.cat(parts) if parts else stored_NC.new_empty(0)).to(batch.context.device, non_blocking=True)
@@ -266,6 +284,7 @@ class ReferenceTuner(Tuner):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up the stored log-probabilities."""
         super().on_load_checkpoint(checkpoint)
+        self._is_at_start = False
         self._stored = dict(checkpoint.get("fastft_reference", {}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 from lightning_fastft.core.checks import check_choice, check_float, refuse_unread
-from lightning_fastft.core.errors import DataError, UnsupportedModelError
+from lightning_fastft.core.errors import DataError, UnsupportedModelError, describe_mismatch
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import BatchContext
@@ -21,11 +22,15 @@ from lightning_fastft.training.losses import reward_pair_loss
 from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel
 
     from lightning_fastft.patches.head import LazyLogits
 
 HEAD = "score"
+# The head in a file of adapters, and the modules that PEFT adds to modules_to_save for a sequence or token classifier.
+_HEAD_KEY = f"base_model.model.{HEAD}"
+_HEADS_OF_PEFT = ("classifier", HEAD)
 FORMATS = {"pairwise": "preference", "scalar": "scored", "stepwise": "stepwise"}
 LARGEST_WEIGHT = 1e3
 
@@ -34,7 +39,8 @@ class RewardTuner(Tuner):
     """Train a reward model: a causal language model with a head that scores completions, or the steps of an answer.
 
     ``save_pretrained`` writes what ``AutoModelForSequenceClassification`` (and PEFT on it) reads; with "stepwise" what
-    ``AutoModelForTokenClassification`` reads.
+    ``AutoModelForTokenClassification`` reads. The head is trained and saved whole, with or without
+    ``lora.modules_to_save: [score]``; ``adapter`` continues it with the adapters of a reward model.
 
     Args:
         model: As in ``FineTuner``; a causal language model, whose language head is not used.
@@ -69,14 +75,15 @@ class RewardTuner(Tuner):
         super().__init__(model, **options)
         if self.model is not None:
             _refuse_classifier(type(_find_base(self.model)).__name__)
+        self.lora = _without_heads(self.lora)
         self.loss = check_choice("loss", loss, tuple(FORMATS))
         self.read = check_choice("read", read, ("last", "mean"))
         self.center_weight = check_float("center_weight", center_weight, low=0.0, high=LARGEST_WEIGHT)
         refuse_unread("center_weight", center_weight, default=0.0, is_read=loss == "pairwise", reader="loss='pairwise'")
         refuse_unread("read", read, default="last", is_read=loss != "stepwise", reader="a loss of whole completions")
         self.save_hyperparameters({"loss": loss, "read": read, "center_weight": center_weight})
-        self.register_transform("reward head", self._add_head, stage="before_adapters")
-        self.register_transform("trained reward head", self._train_head, stage="after_adapters")
+        # After the adapters, none of which is to be on the head.
+        self.register_transform("reward head", self._add_head, stage="after_adapters")
 
     @property
     def data_needs(self) -> DataNeeds:
@@ -105,7 +112,10 @@ class RewardTuner(Tuner):
         super().configure_model()
 
     def _add_head(self, model: Any) -> None:
-        """Give a causal language model the head of transformers' sequence or token classifiers, equal on every rank."""
+        """Give a causal language model the head of transformers' sequence or token classifiers, equal on every rank.
+
+        It is that of the folder ``adapter`` if this has one.
+        """
         model = _find_base(model)
         config = model.config.get_text_config(decoder=True)
         # A model that is sharded while it is filled is on the meta device, and what fills it does not know the head.
@@ -122,14 +132,13 @@ class RewardTuner(Tuner):
             head.weight.copy_(initial)
             if has_bias:
                 head.bias.zero_()
+        if self._options.adapter is not None:
+            _read_head(self._options.adapter, head)
         model.add_module(HEAD, head)
         # Nothing is predicted with it.
         language_head = model.get_output_embeddings()
         if language_head is not None and language_head.weight is not model.get_input_embeddings().weight:
             language_head.requires_grad_(False)
-
-    def _train_head(self, model: Any) -> None:
-        self._find_head(model).requires_grad_(True)
 
     def _find_head(self, model: Any) -> nn.Linear:
         head: nn.Linear = getattr(_find_base(model), HEAD)
@@ -258,6 +267,36 @@ def _refuse_classifier(name: str) -> None:
         )
 
 
+def _without_heads(lora: LoraConfig | None) -> LoraConfig | None:
+    """Return a LoRA configuration without the head, which is trained and saved whole in any case."""
+    if lora is not None and lora.modules_to_save:
+        lora = copy.copy(lora)
+        lora.modules_to_save = [name for name in lora.modules_to_save or () if name not in _HEADS_OF_PEFT] or None
+    return lora
+
+
+def _read_head(folder: str, head: nn.Linear) -> None:
+    """Read the head from a folder of adapters that has one.
+
+    Raises:
+        DataError: It has other weights.
+    """
+    from safetensors.torch import load_file
+
+    from lightning_fastft.hf.lora_folders import WEIGHTS
+
+    state = load_file(Path(folder) / WEIGHTS)
+    held = {name.rpartition(".")[2]: value for name, value in state.items() if name.startswith(f"{_HEAD_KEY}.")}
+    try:
+        if held:
+            head.load_state_dict(held)
+    except RuntimeError as error:
+        raise DataError(
+            f"The reward head in {folder} does not fit: {describe_mismatch(error) or error}. Continue adapters with "
+            "the loss that they were trained with: only the head of 'stepwise' has a bias."
+        ) from error
+
+
 def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> None:
     """Write the head into a folder of adapters, as PEFT writes a module that it saves whole."""
     from safetensors.torch import load_file, save_file
@@ -265,7 +304,7 @@ def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> N
     from lightning_fastft.hf.export import share_weights
 
     file = folder / "adapter_model.safetensors"
-    held = {f"base_model.model.{HEAD}.{name}": value.cpu().contiguous() for name, value in head.state_dict().items()}
+    held = {f"{_HEAD_KEY}.{name}": value.cpu().contiguous() for name, value in head.state_dict().items()}
     save_file({**load_file(file), **held}, file, metadata={"format": "pt"})
     share_weights(folder)
     path = folder / "adapter_config.json"

@@ -1,10 +1,13 @@
 """PreferenceTuner: losses and gradients of packed pairs against each completion alone, references, data and resume."""
 
 import copy
+import csv
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
@@ -148,6 +151,45 @@ def test_a_pack_with_one_label_logs_no_reward_of_the_other(label, missing):
     tuner = make_tuner(PreferenceTuner, loss="kto")
     step(tuner, [document._replace(scores=(label, 0.0)) for document in pairs(((5, 3, 4), (2, 4, 3)))])
     assert tuner.logged_names - {missing} >= tuner.logged.keys() >= {"train_loss", "train_divergence"}
+
+
+def test_a_step_with_one_label_repeats_no_reward_of_an_earlier_step(tmp_path):
+    """Lightning gives loggers the last value of a name again and again, until the end of the epoch."""
+    documents = [document._replace(scores=(float(place % 2), 0.0)) for place, document in enumerate(pairs())]
+    packs = [collate(part, num_items=len(part)) for part in (documents[:2], documents[2:3], documents[3:])]
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto", reference="adapters_off")
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(
+        tmp_path, strategy=FastFTStrategy(), logger=logger, log_every_n_steps=1, max_steps=3, max_epochs=1
+    )
+    trainer.fit(tuner, DataLoader(packs, batch_size=None))
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    names = ("train_reward_chosen", "train_reward_rejected")
+    assert [[bool(row[name]) for name in names] for row in rows] == [[True, True], [False, True], [True, False]]
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["one set", "named sets"])
+@pytest.mark.parametrize(("label", "there", "missing"), [(0.0, "rejected", "chosen"), (1.0, "chosen", "rejected")])
+def test_a_validation_with_one_label_logs_no_reward_of_the_other(tmp_path, label, there, missing, is_named):
+    documents = [document._replace(scores=(label, 0.0)) for document in pairs()]
+    both = [document._replace(scores=(float(place % 2), 0.0)) for place, document in enumerate(documents)]
+    sets = {
+        name: DataLoader([collate(part) for part in (found[:1], found[1:])], batch_size=None)
+        for name, found in (("one", documents), ("both", both))
+    }
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", lora=LORA, loss="kto", reference="adapters_off")
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy())
+    trainer.validate(tuner, sets if is_named else sets["one"], verbose=False)
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    assert not any(math.isnan(value) for value in logged.values()), logged
+    ending = "/one" if is_named else ""
+    assert {f"val_loss{ending}", f"val_reward_{there}{ending}"} <= logged.keys()
+    assert f"val_reward_{missing}{ending}" not in logged
+    if is_named:
+        assert {f"val_reward_{kind}{end}" for kind in ("chosen", "rejected") for end in ("", "/both")} <= logged.keys()
+        # All four rows of one set have the label, and two of the other.
+        weighted = (4 * logged[f"val_reward_{there}/one"] + 2 * logged[f"val_reward_{there}/both"]) / 6
+        assert logged[f"val_reward_{there}"] == pytest.approx(weighted, rel=1e-5)
 
 
 def test_the_base_without_adapters_draws_no_dropout():

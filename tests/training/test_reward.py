@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -125,7 +126,7 @@ def test_a_mean_that_no_classifier_reads_is_named(tmp_path):
 
 
 def test_adapters_that_are_there_already_are_trained_with_a_head():
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     model = get_peft_model(build_tiny("qwen3"), LoraConfig(r=4, target_modules=["q_proj"]))
     tuner, documents = make_tuner(RewardTuner, model=model, lora=None), pairs()
@@ -180,3 +181,50 @@ def test_adapters_are_saved_without_a_warning_of_exclusions(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*exclude_modules")
         make_tuner(RewardTuner).save_pretrained(str(tmp_path / "saved"))
+
+
+def describe_lora(tuner):
+    return next(status.reason for status in tuner.statuses() if status.name == "LoRA")
+
+
+def test_the_table_names_the_head_as_trained_whole_and_no_target():
+    for targets in (None, "all-linear"):
+        tuner = make_tuner(RewardTuner, lora={"r": 4, "target_modules": targets})
+        shown = describe_lora(tuner)
+        assert shown.endswith("on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; whole: score")
+
+
+@pytest.mark.parametrize("heads", [["score"], ["classifier", "score"]], ids=["TRL", "PEFT"])
+def test_a_head_in_modules_to_save_is_the_one_that_is_trained(tmp_path, heads):
+    lora = LoraConfig(**{**LORA, "modules_to_save": heads})
+    tuner = make_tuner(RewardTuner, lora=lora)
+    _, found, _ = step(tuner, pairs())
+    _, truth, _ = step(make_tuner(RewardTuner), pairs())
+    assert found.keys() == truth.keys()
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    assert list(lora.modules_to_save) == heads
+    tuner.save_pretrained(str(tmp_path / "saved"))
+    saved = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert saved["modules_to_save"] == ["score"]
+
+
+@pytest.mark.parametrize("heads", [["score"], ["classifier", "score"]], ids=["ours", "PEFT"])
+@pytest.mark.parametrize("loss", ["scalar", "stepwise"])
+def test_adapters_of_a_reward_model_are_continued_with_their_head(tmp_path, loss, heads):
+    tuner = make_tuner(RewardTuner, loss=loss)
+    tuner.save_pretrained(str(tmp_path))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "modules_to_save": heads}))
+    again = RewardTuner(CONFIG, init="random", dtype="float32", loss=loss, adapter=str(tmp_path))
+    again.configure_model()
+    state, truth = again.state_dict(), tuner.state_dict()
+    assert state.keys() == truth.keys()
+    assert all(torch.equal(state[name], truth[name]) for name in truth)
+    again.save_pretrained(str(tmp_path / "again"))
+
+
+def test_a_head_of_another_loss_is_not_continued(tmp_path):
+    make_tuner(RewardTuner).save_pretrained(str(tmp_path))
+    tuner = RewardTuner(CONFIG, init="random", loss="stepwise", adapter=str(tmp_path))
+    with pytest.raises(DataError, match=r"1 weight is missing \(bias\).*stepwise"):
+        tuner.configure_model()

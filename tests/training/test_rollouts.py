@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.data.rollouts import make_rollout
+from lightning_fastft.training.data.sampled import judge
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
 from lightning_fastft.training.samplers import Sampled, VllmSampler
@@ -256,6 +257,7 @@ def test_a_rollout_holds_prompt_completions_and_scores():
     [
         ({"rewards": lambda **_: [0.0]}, DataError, "one finite number"),
         ({"rewards": lambda completions, **_: [float("nan")] * len(completions)}, DataError, "finite"),
+        ({"rewards": lambda completions, **_: [torch.ones(2)] * len(completions)}, DataError, "one finite number"),
         ({"rewards": []}, OptionError, "rewards"),
         ({"max_tokens": 8}, OptionError, "max_tokens"),
         # 8 copies of a prompt of 4 tokens, with a completion of one.
@@ -362,6 +364,21 @@ def test_rewards_get_columns_that_the_first_row_of_a_round_lacks(tmp_path):
     data = RolloutDataModule(rows, rewards=reward, num_completions=2, prompts_per_round=1, max_new_tokens=1)
     train(tmp_path, make_parts()[0], data, max_steps=2)
     assert sorted(seen, key=str) == [({"2"}, {None}), ({None}, {"3"})]
+
+
+@pytest.mark.parametrize("make", [lambda values: values, list], ids=["tensor", "list of tensors"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rewards_of_a_model_are_numbers(make, dtype):
+    """A reward model returns tensors, in its dtype and with a graph where nothing switched it off."""
+    scores = torch.tensor([0.5, -2.0], dtype=dtype, requires_grad=True)
+    found = judge(
+        [{"prompt": "1+1="}],
+        [[Sampled([3]), Sampled([4])]],
+        rewards=[lambda **_: make(scores * 2), lambda **_: [1, 0]],
+        columns=[],
+        tokenizer=character_tokenizer(),
+    )
+    assert found == [[2.0, -4.0]]
 
 
 def test_a_second_run_samples_rounds_of_its_own(tmp_path):

@@ -369,6 +369,24 @@ def test_held_out_examples_read_their_own_stored_reference(tmp_path):
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(math.log(2), abs=1e-6)
 
 
+def test_a_model_is_compared_with_itself_before_its_run_begins(tmp_path):
+    tuner = make(PreferenceTuner, reference="stored")
+    data = make_data(digit_rows(20), val_paths=digit_rows(8, seed=1), test_paths=digit_rows(8, seed=2))
+    trainer = quiet_trainer(tmp_path, strategy=FastFTStrategy(), max_steps=3)
+    for run, split in ((trainer.validate, "val"), (trainer.test, "test")):
+        (found,) = run(tuner, data, verbose=False)
+        assert found[f"{split}_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    trainer.fit(tuner, data)
+    (after,) = trainer.validate(tuner, data, verbose=False)
+    assert after["val_loss"] != pytest.approx(math.log(2), abs=1e-4)
+    with pytest.raises(ResumeError, match=r"test data.*val_paths"):
+        trainer.test(tuner, data, verbose=False)
+    # A continued run does not take the trained model for the reference of data that it meets now.
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    with pytest.raises(ResumeError, match="val data"):
+        trainer.fit(tuner, make_data(digit_rows(20), val_paths=digit_rows(8, seed=3)))
+
+
 def test_each_completion_is_followed_by_that_of_the_next_prompt(tmp_path):
     rows = digit_rows(20, kind="label")
     data = make_data(rows, max_tokens=64)

@@ -47,7 +47,8 @@ def check_messages(value: object, *, column: str = "messages", needs_assistant: 
         raise RowRejectedError(EMPTY_MESSAGES, column)
     messages = [_check_message(message, where=f"{column}[{number}]") for number, message in enumerate(value)]
     if needs_assistant and not any(message["role"] == "assistant" for message in messages):
-        raise RowRejectedError(NO_ASSISTANT, f"roles are {', '.join(message['role'] for message in messages[:8])}")
+        roles = ", ".join(message["role"] for message in messages[:8])
+        raise RowRejectedError(NO_ASSISTANT, f"the roles of {column} are {roles}")
     return messages
 
 

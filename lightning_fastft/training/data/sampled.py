@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.training.data.rollouts import PROMPT
@@ -62,7 +63,7 @@ def judge(
         found = reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **lists)
         name = getattr(reward, "__name__", type(reward).__name__)
         try:
-            values = np.asarray(found, dtype=np.float64)
+            values = _to_numbers(found)
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"The reward {name} must return a list of numbers, one for each completion. What it returned cannot "
@@ -76,3 +77,13 @@ def judge(
         total += values
     ends = np.cumsum([len(group) for group in groups])
     return [part.tolist() for part in np.split(total, ends[:-1])]
+
+
+def _to_numbers(found: Any) -> np.ndarray:
+    """Return what a reward function returned as float64: also tensors of any device and dtype, as of a reward model."""
+    if isinstance(found, torch.Tensor):
+        return found.detach().to("cpu", torch.float64).numpy()
+    if isinstance(found, (list, tuple)):
+        tensors = [value.reshape(-1).tolist() if isinstance(value, torch.Tensor) else [value] for value in found]
+        found = [value[0] if len(value) == 1 else value for value in tensors]
+    return np.asarray(found, dtype=np.float64)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lightning_fastft.checkpoint.lightning_internals import drop_step_value
 from lightning_fastft.training.metrics import TokenMean
 from lightning_fastft.training.model.saved import SavedCausalLM
 
@@ -31,13 +32,17 @@ class EvaluatedCausalLM(SavedCausalLM):
         # Metrics by name, for each loader, by "val" or "test" and its number.
         self.token_metrics = nn.ModuleDict()
         self._loader = 0
+        # Names of means that are logged at the end, of the loaders whose batches have any item.
+        self._partial: set[str] = set()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics over all named loaders."""
+        """Log the means over some of the items, and the metrics over all named loaders."""
+        self._log_partial("val")
         self._log_overall("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the metrics over all named loaders."""
+        """Log the means over some of the items, and the metrics over all named loaders."""
+        self._log_partial("test")
         self._log_overall("test")
 
     def _begin_evaluation(self, prefix: str, *, batch_idx: int, dataloader_idx: int) -> None:
@@ -87,6 +92,22 @@ class EvaluatedCausalLM(SavedCausalLM):
             if ending:
                 self._add(TokenMean, name, prefix=prefix, loader=_ALL, total=value.detach() * count, count=count)
 
+    def _log_partial_mean(self, name: str, value: torch.Tensor, *, prefix: str, count: int) -> None:
+        """Log a mean over those ``count`` examples of one batch that it is about, and not where no batch has any.
+
+        All ranks must call this for the same names in a validation or test.
+        """
+        if prefix == "train":
+            if count:
+                self._log_means({name: value}, prefix=prefix, count=count, shown=())
+            elif self._trainer is not None:
+                drop_step_value(self.trainer, f"{prefix}_{name}")
+            return
+        self._partial.add(name)
+        loaders: list[int | str] = [self._loader, *([_ALL] if self._ending(prefix) else [])]
+        for loader in loaders:
+            self._add(TokenMean, name, prefix=prefix, loader=loader, total=value.detach() * count, count=count)
+
     def _add(
         self, kind: type[TokenMean], name: str, *, prefix: str, loader: int | str, total: Any, count: Any
     ) -> tuple[TokenMean, str]:
@@ -101,14 +122,38 @@ class EvaluatedCausalLM(SavedCausalLM):
         metric.update(total, num_tokens=count)
         return metric, f"token_metrics.{key}.{name}"
 
+    def _log_partial(self, prefix: str) -> None:
+        """Log the means over some of the items: of each loader, and of all named ones.
+
+        Cost:
+            A host sync and an all-reduce for each.
+        """
+        names = self._loader_names(prefix)
+        endings = {f"{prefix}_{place}": f"/{name}" for place, name in enumerate(names)}
+        for key, ending in {**endings, f"{prefix}_{_ALL if names else 0}": ""}.items():
+            for name, metric in self._metrics_of(key):
+                if name in self._partial and self.trainer.strategy.reduce(metric.num_tokens.clone(), reduce_op="sum"):
+                    self._log_at_end(f"{prefix}_{name}{ending}", metric, key=key, name=name, is_shown=False)
+
     def _log_overall(self, prefix: str) -> None:
         """Log the metrics over all loaders, which Lightning does for single loaders alone."""
-        if not self._loader_names(prefix) or f"{prefix}_{_ALL}" not in self.token_metrics:
-            return
-        for name, metric in cast("nn.ModuleDict", self.token_metrics[f"{prefix}_{_ALL}"]).items():
-            attribute = f"token_metrics.{prefix}_{_ALL}.{name}"
-            value = cast("TokenMean", metric)
-            self.log(f"{prefix}_{name}", value, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=True)
+        if self._loader_names(prefix):
+            key = f"{prefix}_{_ALL}"
+            for name, metric in self._metrics_of(key):
+                if name not in self._partial:
+                    self._log_at_end(f"{prefix}_{name}", metric, key=key, name=name, is_shown=True)
+
+    def _metrics_of(self, key: str) -> list[tuple[str, TokenMean]]:
+        """Return the metrics of a loader by name."""
+        if key not in self.token_metrics:
+            return []
+        return [
+            (name, cast("TokenMean", metric)) for name, metric in cast("nn.ModuleDict", self.token_metrics[key]).items()
+        ]
+
+    def _log_at_end(self, logged: str, metric: TokenMean, *, key: str, name: str, is_shown: bool) -> None:
+        attribute = f"token_metrics.{key}.{name}"
+        self.log(logged, metric, metric_attribute=attribute, on_step=False, on_epoch=True, prog_bar=is_shown)
 
     def _ending(self, prefix: str) -> str:
         """Return what the names of metrics of the present loader end with."""

@@ -355,6 +355,12 @@ def test_bad_row_is_rejected_and_its_neighbours_are_not(marked_tokenizer, format
     assert segments(before) == segments(after)
 
 
+@pytest.mark.parametrize("column", ["chosen", "rejected"])
+def test_completion_without_an_answer_is_named_by_its_column(marked_tokenizer, column):
+    outcome = encode(marked_tokenizer, {**CHAT_PAIR, column: [ASKED]}, format="preference")
+    assert (outcome.reason, outcome.detail) == (rejects.NO_ASSISTANT, f"the roles of {column} are user")
+
+
 def test_template_that_trims_to_equal_completions_is_rejected():
     row = {**CHAT_PAIR, "rejected": [{**FOUR, "content": "four "}]}
     outcome = encode(build_tokenizer(chat_template=STRICT), row, format="preference")
