@@ -23,6 +23,7 @@ def generate_texts(
     tokenizer: Any,
     prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
     max_new_tokens: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
     """Return the generated text of each prompt; the mode of every module is restored, and the tokenizer is not changed.
@@ -33,6 +34,7 @@ def generate_texts(
             attention mask hides.
         prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
         max_new_tokens: Largest number of tokens to generate.
+        chat_template_kwargs: Variables of the chat template for the conversations.
         **options: Options of transformers' ``generate``.
 
     Raises:
@@ -40,7 +42,7 @@ def generate_texts(
     """
     if isinstance(prompts, str):
         raise OptionError("prompts must be a list, got a string; write [prompt].")
-    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    rows = [encode_prompt(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
     return _write_texts(model, tokenizer, rows, max_new_tokens=max_new_tokens, **options)
 
 
@@ -201,9 +203,11 @@ def _generate(
     return written[:, width:]
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the token ids of a text or a conversation."""
+def encode_prompt(
+    tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the token ids of a text, or of a conversation with the variables of the chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True, **(variables or {}))
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
