@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.packing.tokens.token_ids import find_prefix
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -206,8 +207,13 @@ def _generate(
 def encode_prompt(
     tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Return the token ids of a text, or of a conversation with the variables of the chat template."""
+    """Return the token ids of a text, or of a conversation with the variables of the chat template.
+
+    A text begins with the tokens that the tokenizer adds before it, as in training. Those that it adds behind it, such
+    as the end-of-sequence token of ``add_eos_token``, would end the answer before it begins.
+    """
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
+        prefix, ids = find_prefix(tokenizer), list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
     text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True, **(variables or {}))
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
