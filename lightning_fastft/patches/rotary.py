@@ -245,6 +245,23 @@ def check_row_angles(module: nn.Module, context: BatchContext) -> None:
             )
 
 
+def forget_lengths(model: nn.Module) -> None:
+    """Let rotary embeddings of type "dynamic" choose the frequencies of the next row by its own length.
+
+    transformers keeps those of the longest row so far until a row is shorter than the limit.
+    """
+    for rotary in model.modules():
+        if not _switching_types(rotary):
+            continue
+        types: Any = rotary.rope_type
+        for layer_type, kind in (types if isinstance(types, dict) else {None: types}).items():
+            if isinstance(kind, str) and "dynamic" in kind:
+                name = _prefixed("inv_freq", layer_type)
+                original: torch.Tensor = getattr(rotary, _prefixed("original_inv_freq", layer_type))
+                rotary.register_buffer(name, original.to(getattr(rotary, name).device), persistent=False)
+                setattr(rotary, _prefixed("max_seq_len_cached", layer_type), rotary.original_max_seq_len)
+
+
 def _switching_types(module: nn.Module) -> set[str]:
     """Return the rotary types of a module that depend on length; an empty set for other modules."""
     rope_type = getattr(module, "rope_type", None)

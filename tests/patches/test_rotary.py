@@ -108,6 +108,30 @@ def run_alone(build, model, documents, *, num_items):
     return total, torch.cat(logits)
 
 
+def build_gemma3(**scaling):
+    """Angles that depend on length in the layers without a window alone."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    parameters = {"sliding_attention": plain, "full_attention": {**plain, **scaling}}
+    return build_tiny("gemma3_text", rope_parameters=parameters, max_position_embeddings=LIMIT)
+
+
+@pytest.mark.parametrize(
+    "build", [BUILDERS["llama_dynamic"], lambda: build_gemma3(rope_type="dynamic", factor=4.0)], ids=["llama", "gemma3"]
+)
+def test_a_document_that_runs_alone_does_not_remember_longer_ones(build):
+    model, documents, batch = build(), make_documents(LENGTHS), make_batch(LENGTHS)
+    install_packed_training(model, patcher := ModelPatcher(), attention="one_by_one")
+    # A longer document of an earlier pack, too.
+    model(**make_batch((40, 3)))
+    loss, logits = run_packed(model, batch)
+    gradients = take_gradients(model)
+    patcher.undo()
+    loss_alone, logits_alone = run_alone(build, model, documents, num_items=batch.context.num_items)
+    assert_close(loss, loss_alone)
+    assert_close(logits, logits_alone)
+    assert_close(gradients, take_gradients(model), bound=2e-5)
+
+
 @pytest.mark.parametrize("name", ["phi3", "llama_dynamic"])
 def test_forward_without_a_context_and_undo_are_the_models_own(name):
     model, plain = BUILDERS[name]().eval(), BUILDERS[name]().eval()
