@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from lightning_fastft.hf.families import decoder_layers, find_decoder
 from lightning_fastft.packing.context import BatchContext
 
 STATUS_NAME = "rotary scaling"
+# They are not called, so they have no hooks.
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 # Number of document lengths whose "dynamic" frequencies are cached; each entry is half a head wide.
 _MOST_LENGTHS = 4096
 
@@ -192,7 +194,7 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
     inside_layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     kinds: set[str] = set()
     for owner in decoder.modules():
-        for rotary in owner.children():
+        for rotary in _called_by(owner):
             switching = _switching_types(rotary)
             own_forward = vars(rotary).get("forward")
             if not switching or isinstance(getattr(own_forward, "__self__", None), DocumentRotary):
@@ -221,6 +223,14 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
         if kinds
         else []
     )
+
+
+def _called_by(owner: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module, and those of its lists; nothing for a list itself."""
+    if isinstance(owner, _LISTS):
+        return
+    for child in owner.children():
+        yield from child.children() if isinstance(child, _LISTS) else (child,)
 
 
 def check_row_angles(module: nn.Module, context: BatchContext) -> None:

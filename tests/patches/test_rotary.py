@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
@@ -59,6 +59,28 @@ def build_minicpm3():
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
+def build_granite_swa():
+    """The model holds a list of rotary embeddings, one for each base of its layers; the one beside it is not used."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "granite_swa",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=5,
+        layer_rope_theta=[10000.0, 500.0, 0],
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        rope_parameters=longrope(4, factor=4.0),
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
 BUILDERS = {
     "phi3": lambda: build_tiny(
         "phi3", head_dim=8, sliding_window=None, rope_parameters=longrope(4), original_max_position_embeddings=LIMIT
@@ -71,6 +93,7 @@ BUILDERS = {
     "qwen3_longrope": lambda: build_tiny("qwen3", rope_parameters=longrope(8, factor=4.0)),
     "phimoe": lambda: build_tiny("phimoe", head_dim=8, rope_parameters=longrope(4, short_mscale=1.1, long_mscale=1.3)),
     "minicpm3": build_minicpm3,
+    **({"granite_swa": build_granite_swa} if "granite_swa" in CONFIG_MAPPING else {}),
 }
 
 
@@ -101,7 +124,9 @@ def run_alone(build, model, documents, *, num_items):
     """
     total, logits = 0.0, []
     for document in documents:
-        model.model.rotary_emb = build().model.rotary_emb
+        fresh = build().model
+        for name in {"rotary_emb", "rotary_embs"} & {*dict(fresh.named_children())}:
+            setattr(model.model, name, fresh.get_submodule(name))
         loss, of_document = run_one_by_one(model, [document], num_items=num_items)
         total += loss
         logits.append(of_document)
