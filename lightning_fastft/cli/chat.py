@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastft.cli.arguments import Arguments, read_variables
+from lightning_fastft.cli.arguments import Arguments, name_data_options, read_variables
 from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError, printable
@@ -77,6 +77,9 @@ def run_chat(words: Sequence[str]) -> int:
 
 def _uses_template(args: Namespace, tokenizer: Any, *, name: str) -> bool:
     """Return whether lines become messages of the chat template; refuse what the tokenizer cannot do."""
+    from lightning_fastft.packing.rows.template_options import check_template_reads
+    from lightning_fastft.packing.tokens.chat import read_template
+
     if tokenizer is None:
         raise OptionError(f"{name} has no tokenizer, which chat needs. Save one in its folder.")
     has_template = tokenizer.chat_template is not None and not args.plain
@@ -84,6 +87,11 @@ def _uses_template(args: Namespace, tokenizer: Any, *, name: str) -> bool:
         if value and not has_template:
             reason = "--plain uses none" if args.plain else "the tokenizer has none"
             raise OptionError(f"{option} needs a chat template, and {reason}. Remove {option}.")
+    if has_template:
+        try:
+            check_template_reads(args.chat_template_kwargs, template=read_template(tokenizer, None))
+        except OptionError as error:
+            raise OptionError(name_data_options(str(error))) from error
     return has_template
 
 

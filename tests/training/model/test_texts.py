@@ -166,6 +166,10 @@ def test_chat_and_eval_give_the_variables_of_the_run_and_their_own(base, tmp_pat
     assert seen == [[9, 2, 5, 0], [3, 2, 5, 0]]
     assert main(["chat", checkpoint, "--device", "cpu", "--plain", "--chat-template-kwargs", '{"mood": "w3"}']) == 1
     assert "--chat-template-kwargs needs a chat template" in capsys.readouterr().err
+    # Before the first line.
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["chat", checkpoint, "--device", "cpu", "--chat-template-kwargs", '{"moods": "w3"}']) == 1
+    assert "--chat-template-kwargs sets 'moods'" in capsys.readouterr().err
     monkeypatch.setattr(Formatter, "encode", note_tokens(seen := [], Formatter.encode))
     words = ["eval", checkpoint, "--data", str(file), "--device", "cpu", "--json", "--cache-dir", "null"]
     answer = [2, 5, 6, 0, 2, 7, 8, 0]
