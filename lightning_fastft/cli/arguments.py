@@ -13,6 +13,7 @@ from lightning_fastft.cli.other_names import advise_value, find_option, hint_arg
 from lightning_fastft.cli.usage import HELP
 from lightning_fastft.core.checks import check_share
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.packing.rows.template_options import check_template_options
 
 COLUMNS_OPTION = "--data.columns."
 # Options of PackedDataModule that its errors advise, as argparse takes them.
@@ -21,6 +22,7 @@ _DATA_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "max_reject_share": {"type": float},
     "extra_columns": {"choices": ("refuse", "ignore")},
     "chat_template": {},
+    "chat_template_kwargs": {},
     "cache_dir": {},
 }
 _ADVISED = re.compile(rf"(?:--data\.)?\b(max_tokens|{'|'.join(_DATA_OPTIONS)})\b(?:='?([\w.]*\w)'?)?")
@@ -146,9 +148,23 @@ def read_data_options(given: argparse.Namespace, *, columns: Mapping[str, str]) 
     options: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     if "max_reject_share" in options:
         check_share(_dashed("max_reject_share"), options["max_reject_share"])
+    if "chat_template_kwargs" in options:
+        options["chat_template_kwargs"] = read_variables(options["chat_template_kwargs"])
     if options.get("cache_dir") == "null":
         options["cache_dir"] = None
     return {"columns": dict(columns), **options} if columns else options
+
+
+def read_variables(text: str | None) -> dict[str, Any]:
+    """Return the variables of ``--chat-template-kwargs``; none where it is not given.
+
+    Raises:
+        OptionError: They are not a JSON object.
+    """
+    try:
+        return check_template_options(text)
+    except OptionError as error:
+        raise OptionError(name_data_options(str(error))) from error
 
 
 def name_data_options(message: str) -> str:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastft.cli.arguments import Arguments
+from lightning_fastft.cli.arguments import Arguments, name_data_options, read_variables
 from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError, printable
@@ -33,7 +33,8 @@ def run_chat(words: Sequence[str]) -> int:
 
     Args:
         words: A checkpoint, a PEFT folder or a whole model's folder. ``--system TEXT`` begins the conversation,
-            ``--plain`` continues each line as it is, without the chat template, ``--max-new-tokens N`` (512) bounds an
+            ``--chat-template-kwargs JSON`` adds to the variables that the run gave to the chat template, ``--plain``
+            continues each line as it is, without the chat template, ``--max-new-tokens N`` (512) bounds an
             answer, ``--temperature T`` is that of the sampling (0: none; by default that of the model's generation
             configuration). ``--base``, ``--tokenizer``, ``--device`` and ``--accept-other-base`` as for export.
 
@@ -76,12 +77,21 @@ def run_chat(words: Sequence[str]) -> int:
 
 def _uses_template(args: Namespace, tokenizer: Any, *, name: str) -> bool:
     """Return whether lines become messages of the chat template; refuse what the tokenizer cannot do."""
+    from lightning_fastft.packing.rows.template_options import check_template_reads
+    from lightning_fastft.packing.tokens.chat import read_template
+
     if tokenizer is None:
         raise OptionError(f"{name} has no tokenizer, which chat needs. Save one in its folder.")
     has_template = tokenizer.chat_template is not None and not args.plain
-    if args.system and not has_template:
-        reason = "--plain uses none" if args.plain else "the tokenizer has none"
-        raise OptionError(f"--system needs a chat template, and {reason}. Remove --system.")
+    for option, value in (("--system", args.system), ("--chat-template-kwargs", args.chat_template_kwargs)):
+        if value and not has_template:
+            reason = "--plain uses none" if args.plain else "the tokenizer has none"
+            raise OptionError(f"{option} needs a chat template, and {reason}. Remove {option}.")
+    if has_template:
+        try:
+            check_template_reads(args.chat_template_kwargs, template=read_template(tokenizer, None))
+        except OptionError as error:
+            raise OptionError(name_data_options(str(error))) from error
     return has_template
 
 
@@ -112,6 +122,7 @@ def _answer(module: FineTuner, prompt: Any, *, args: Namespace) -> str | None:
         [answer] = module.generate(
             [prompt],
             max_new_tokens=args.max_new_tokens,
+            chat_template_kwargs=args.chat_template_kwargs,
             streamer=stream_to(_write, tokenizer=module.tokenizer),
             **options,
         )
@@ -133,6 +144,7 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")
     add_options(arguments)
     arguments.add_argument("--system", default="")
+    arguments.add_argument("--chat-template-kwargs")
     arguments.add_argument("--plain", action="store_true")
     arguments.add_argument("--max-new-tokens", type=int, default=512)
     arguments.add_argument("--temperature", type=float)
@@ -140,5 +152,6 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     check_int("--max-new-tokens", given.max_new_tokens, low=1)
     if given.temperature is not None:
         check_float("--temperature", given.temperature, low=0.0)
+    given.chat_template_kwargs = read_variables(given.chat_template_kwargs)
     given.request = read_request(given)
     return given

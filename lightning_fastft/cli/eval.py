@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # An answer may be longer than the right one by this many tokens, to be seen as wrong.
 _MORE_TOKENS = 16
 # Options of PackedDataModule that eval takes.
-_READING = ("too_long", "max_reject_share", "extra_columns", "chat_template", "cache_dir")
+_READING = ("too_long", "max_reject_share", "extra_columns", "chat_template", "chat_template_kwargs", "cache_dir")
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -40,7 +40,8 @@ def run_eval(words: Sequence[str]) -> int:
             lm-eval. ``--exact-match`` generates greedily and compares. ``--max-tokens N`` (8192) is the length of a
             pack, ``--batch-size N`` (16) that of generation, ``--limit N`` the most rows to answer and the most
             examples of a task, ``--json`` prints one JSON object. ``--too-long``, ``--max-reject-share``,
-            ``--extra-columns``, ``--chat-template`` and ``--cache-dir`` are the options of PackedDataModule.
+            ``--extra-columns``, ``--chat-template``, ``--chat-template-kwargs`` and ``--cache-dir`` are the options of
+            PackedDataModule. Without ``--chat-template`` the variables of the run are given to its template too.
             ``--data.columns.OURS YOURS``, ``--base``, ``--tokenizer``, ``--device`` and ``--accept-other-base`` as for
             fit and export.
 
@@ -69,6 +70,9 @@ def _evaluate(module: FineTuner, args: Namespace) -> dict[str, Any]:
     from lightning_fastft.strategies.single_device import FastFTStrategy
     from lightning_fastft.training.datamodule import PackedDataModule
 
+    # The variables of a run belong to its template.
+    trained = {} if "chat_template" in args.reading else module.chat_template_kwargs
+    args.reading["chat_template_kwargs"] = {**trained, **args.reading.get("chat_template_kwargs", {})}
     data = PackedDataModule(
         None,
         test_paths=args.data,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_fastft.cli.arguments import Arguments
 from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from lightning_fastft.training.fine_tuner import FineTuner
 
 # Types of llama.cpp's converter that need no further quantisation.
 GGUF_TYPES = ("q8_0", "f16", "bf16", "f32")
@@ -65,6 +70,9 @@ def run_export(words: Sequence[str]) -> int:
         end = tokenizer.convert_ids_to_tokens(opened.module.answer_end) if tokenizer is not None else ""
         others = "; PEFT reads that of the base" if kind == "adapters" else ""
         notes.append(f"answers end with {end!r}, and generation_config.json stops there{others}")
+    if opened.module.chat_template_kwargs:
+        given = json.dumps(opened.module.chat_template_kwargs)
+        notes.append(f"trained with chat_template_kwargs {given}: give them to apply_chat_template, or to the server")
     if exported.is_untied:
         notes.append(
             "embedding and head are two weights now, because the adapters change one of them "
@@ -81,10 +89,10 @@ def run_export(words: Sequence[str]) -> int:
             f"  relative logit difference between the merged model and adapters: {exported.merge_difference:.1e}"
         )
     sys.stdout.write("\n".join(lines) + "\n")
-    return _convert(args, tokenizer) if args.gguf else 0
+    return _convert(args, opened.module) if args.gguf else 0
 
 
-def _convert(args: Namespace, tokenizer: object) -> int:
+def _convert(args: Namespace, module: FineTuner) -> int:
     """Write the GGUF file and the Modelfile of a whole model."""
     from lightning_fastft.cli.trained.gguf import check_head, convert_to_gguf
 
@@ -94,7 +102,7 @@ def _convert(args: Namespace, tokenizer: object) -> int:
     if args.ollama:
         from lightning_fastft.cli.trained.modelfile import write_modelfile
 
-        path = write_modelfile(out, gguf=file, tokenizer=tokenizer)
+        path = write_modelfile(out, gguf=file, tokenizer=module.tokenizer, variables=module.chat_template_kwargs)
         sys.stdout.write(f"Wrote {path}.\n")
         serve = f"Then:\n  {shlex.join(['ollama', 'create', out.name, '-f', str(path)])}\n"
     command = convert_to_gguf(out, file, type_name=args.gguf, llama_cpp=args.llama_cpp)

@@ -31,7 +31,7 @@ _GIB = 2**30
 # Pinned host memory of another machine.
 _ASSUMED_HOST_GIB = 64
 # Options of PackedDataModule that init takes; it chooses max_tokens and too_long itself.
-_READING = ("max_reject_share", "extra_columns", "chat_template", "cache_dir")
+_READING = ("max_reject_share", "extra_columns", "chat_template", "chat_template_kwargs", "cache_dir")
 
 
 def run_init(words: Sequence[str]) -> int:
@@ -41,7 +41,8 @@ def run_init(words: Sequence[str]) -> int:
         words: ``--model NAME``, ``--data PATH``, and ``--gpu NAME`` (default: the GPU of this machine), ``--method``
             (default: LoRA where it fits and is about as fast, else QLoRA), ``--out FILE`` (config.yaml),
             ``--overwrite``. ``--data.columns.OURS YOURS``, ``--max-reject-share``, ``--extra-columns``,
-            ``--chat-template`` and ``--cache-dir`` are options of PackedDataModule, which the config has too.
+            ``--chat-template``, ``--chat-template-kwargs`` and ``--cache-dir`` are options of PackedDataModule, which
+            the config has too.
 
     Raises:
         OptionError: A value is not allowed, out exists, the model cannot be read, or it does not fit the GPU.

@@ -9,7 +9,8 @@ from lightning_fastft.cli.words import DEFAULT_CLASSES, TRAINER_CLASS
 
 _LOSSES = "FineTuner has one loss; --model PreferenceTuner --model.loss sigmoid is DPO, --model PolicyTuner has GRPO."
 _TRAINED = "Answers alone are trained; with data.loss_on all every token is."
-_TEMPLATE_OPTIONS = "Variables of a chat template are a column of the rows, chat_template_kwargs."
+# Variables of chat templates that other tools have as options.
+_VARIABLES = {"enable_thinking": "false", "reasoning_effort": "high"}
 # By the last part of an option: the option of ours with an example value where the name alone does not say it, or a
 # sentence where there is none.
 _OPTIONS: Mapping[str, str] = {
@@ -72,8 +73,7 @@ _OPTIONS: Mapping[str, str] = {
     "seq_len": "data.max_tokens",
     "cutoff_len": "data.max_tokens",
     "dataset_text_field": "data.columns.text body",
-    "chat_template_kwargs": _TEMPLATE_OPTIONS,
-    "enable_thinking": _TEMPLATE_OPTIONS,
+    **{name: f"data.chat_template_kwargs.{name} {value}" for name, value in _VARIABLES.items()},
     "dataset_num_proc": "data.num_proc",
     "dataloader_num_workers": "data.num_workers",
     "neftune_noise_alpha": "model.neftune_noise_alpha",

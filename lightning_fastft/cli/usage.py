@@ -76,6 +76,8 @@ Look at the data, the model's shapes and a GPU, and write a config that fastft f
   --max-reject-share X      largest share of rows that may be rejected (0.01)
   --extra-columns NAME      of columns that the first rows do not have: refuse or ignore (refuse)
   --chat-template FILE      a .jinja file in place of the tokenizer's chat template
+  --chat-template-kwargs JSON
+                            variables of the chat template, for example '{"enable_thinking": false}'
   --cache-dir FOLDER        where tokens are cached; null keeps them in memory (the user's cache folder)
   --data.columns.OURS YOURS names of the data's columns, for example --data.columns.prompt question
 """,
@@ -120,6 +122,9 @@ the chat, Ctrl-C ends an answer. Lines of a pipe are answered in turn. Without a
 continue.
 
   --system TEXT             the system message
+  --chat-template-kwargs JSON
+                            variables of the chat template, for example '{{"enable_thinking": false}}', in
+                            addition to those of the run
   --plain                   continue each line as it is, as models trained on prompt and completion expect
   --max-new-tokens N        most tokens of an answer (512)
   --temperature T           0 takes the most likely token (as the model's generation_config.json says)
@@ -134,6 +139,8 @@ Loss, perplexity and token accuracy over the trained tokens of held-out data, pa
   --max-reject-share X      largest share of rows that may be rejected (0.01)
   --extra-columns NAME      of columns that the first rows do not have: refuse or ignore (refuse)
   --chat-template FILE      a .jinja file in place of the tokenizer's chat template
+  --chat-template-kwargs JSON
+                            variables of the chat template, in addition to those of the run
   --cache-dir FOLDER        where tokens are cached; null keeps them in memory (the user's cache folder)
   --exact-match             also generate the answer of each row, and compare it as text
   --batch-size N            rows that are answered at once (16)

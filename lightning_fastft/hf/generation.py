@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.packing.tokens.token_ids import find_prefix
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -23,6 +24,7 @@ def generate_texts(
     tokenizer: Any,
     prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
     max_new_tokens: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[str]:
     """Return the generated text of each prompt; the mode of every module is restored, and the tokenizer is not changed.
@@ -33,6 +35,7 @@ def generate_texts(
             attention mask hides.
         prompts: Texts, or conversations (lists of messages with role and content) for the chat template.
         max_new_tokens: Largest number of tokens to generate.
+        chat_template_kwargs: Variables of the chat template for the conversations.
         **options: Options of transformers' ``generate``.
 
     Raises:
@@ -40,7 +43,7 @@ def generate_texts(
     """
     if isinstance(prompts, str):
         raise OptionError("prompts must be a list, got a string; write [prompt].")
-    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    rows = [encode_prompt(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
     return _write_texts(model, tokenizer, rows, max_new_tokens=max_new_tokens, **options)
 
 
@@ -201,9 +204,16 @@ def _generate(
     return written[:, width:]
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the token ids of a text or a conversation."""
+def encode_prompt(
+    tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the token ids of a text, or of a conversation with the variables of the chat template.
+
+    A text begins with the tokens that the tokenizer adds before it, as in training. Those that it adds behind it, such
+    as the end-of-sequence token of ``add_eos_token``, would end the answer before it begins.
+    """
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        prefix, ids = find_prefix(tokenizer), list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+    text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True, **(variables or {}))
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -77,9 +77,9 @@ def run_mixer(mixer: Any, family: MixerFamily, hidden_states: torch.Tensor, *arg
     outputs, begin = [], 0
     for length in context.lengths:
         of_document = functools.partial(_slice, begin=begin, length=length, num_tokens=context.num_tokens)
-        outputs.append(
-            own_forward(mixer, of_document(hidden_states), **{name: of_document(x) for name, x in kwargs.items()})
-        )
+        output = own_forward(mixer, of_document(hidden_states), **{name: of_document(x) for name, x in kwargs.items()})
+        # The mixer of Falcon-H1 in transformers 5.17 may drop the axis of a single token.
+        outputs.append(output.reshape(1, length, -1))
         begin += length
     return torch.cat(outputs, dim=1)
 

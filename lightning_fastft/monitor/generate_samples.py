@@ -42,7 +42,7 @@ class GenerateSamples(GivenOnce, Callback):
 
     Args:
         prompts: Texts that the model continues, or conversations (lists of messages with role and content) that it
-            answers with its chat template.
+            answers with its chat template and the DataModule's variables of it (chat_template_kwargs).
         max_new_tokens: Most tokens of an answer.
         tokenizer: Tokenizer for a LightningModule that has none; None uses the one of the module, else of the
             DataModule.
@@ -110,7 +110,8 @@ class GenerateSamples(GivenOnce, Callback):
         is_shared = is_sharded(model)
         if not (is_shared or trainer.is_global_zero):
             return
-        end = getattr(getattr(trainer, "datamodule", None), "answer_end", None)
+        data = getattr(trainer, "datamodule", None)
+        end = getattr(data, "answer_end", None)
         stops = {} if end is None else {"eos_token_id": add_stop(model.generation_config, end).eos_token_id}
         device = trainer.strategy.root_device
         before = RandomState.capture(device)
@@ -122,6 +123,7 @@ class GenerateSamples(GivenOnce, Callback):
                     tokenizer=self._find_tokenizer(trainer, pl_module),
                     prompts=self.prompts,
                     max_new_tokens=self.max_new_tokens,
+                    chat_template_kwargs=getattr(data, "chat_template_kwargs", None),
                     do_sample=False,
                     **stops,
                     # Ranks whose answers have ended take part in the collectives of the others.

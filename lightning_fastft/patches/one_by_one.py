@@ -18,6 +18,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE, BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL
 from lightning_fastft.patches.head import drop_border_labels
+from lightning_fastft.patches.rotary import forget_lengths
 
 STATUS_NAME = "packed attention"
 
@@ -83,6 +84,7 @@ def _forward_one_by_one(model: Any, *args: Any, **kwargs: Any) -> Any:
     rows = kwargs["input_ids"].split(context.lengths, dim=1)
     parts = []
     for ids, prefix in zip(rows, context.prefixes):
+        forget_lengths(model)
         whole = ids if prefix < 0 else torch.cat([rows[prefix], ids], dim=1)
         parts.append(own_forward(model, input_ids=whole, use_cache=False).logits[:, -ids.shape[1] :])
     logits, labels = torch.cat(parts, dim=1), kwargs.get("labels")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from lightning_fastft.hf.families import decoder_layers, find_decoder
 from lightning_fastft.packing.context import BatchContext
 
 STATUS_NAME = "rotary scaling"
+# They are not called, so they have no hooks.
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 # Number of document lengths whose "dynamic" frequencies are cached; each entry is half a head wide.
 _MOST_LENGTHS = 4096
 
@@ -192,7 +194,7 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
     inside_layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     kinds: set[str] = set()
     for owner in decoder.modules():
-        for rotary in owner.children():
+        for rotary in _called_by(owner):
             switching = _switching_types(rotary)
             own_forward = vars(rotary).get("forward")
             if not switching or isinstance(getattr(own_forward, "__self__", None), DocumentRotary):
@@ -223,6 +225,14 @@ def install_document_rotary(model: PreTrainedModel, patcher: ModelPatcher) -> li
     )
 
 
+def _called_by(owner: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module, and those of its lists; nothing for a list itself."""
+    if isinstance(owner, _LISTS):
+        return
+    for child in owner.children():
+        yield from child.children() if isinstance(child, _LISTS) else (child,)
+
+
 def check_row_angles(module: nn.Module, context: BatchContext) -> None:
     """Raise on a pack for an unpatched model whose rotary angles depend on the longest document.
 
@@ -243,6 +253,23 @@ def check_row_angles(module: nn.Module, context: BatchContext) -> None:
                 "attn_implementation='fastft' alone does not patch this; use Trainer(strategy=\"fastft\") or "
                 "Trainer(callbacks=[PackedTraining()])."
             )
+
+
+def forget_lengths(model: nn.Module) -> None:
+    """Let rotary embeddings of type "dynamic" choose the frequencies of the next row by its own length.
+
+    transformers keeps those of the longest row so far until a row is shorter than the limit.
+    """
+    for rotary in model.modules():
+        if not _switching_types(rotary):
+            continue
+        types: Any = rotary.rope_type
+        for layer_type, kind in (types if isinstance(types, dict) else {None: types}).items():
+            if isinstance(kind, str) and "dynamic" in kind:
+                name = _prefixed("inv_freq", layer_type)
+                original: torch.Tensor = getattr(rotary, _prefixed("original_inv_freq", layer_type))
+                rotary.register_buffer(name, original.to(getattr(rotary, name).device), persistent=False)
+                setattr(rotary, _prefixed("max_seq_len_cached", layer_type), rotary.original_max_seq_len)
 
 
 def _switching_types(module: nn.Module) -> set[str]:

@@ -12,6 +12,7 @@ from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.rows.template_options import check_template_options
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader, PlannedStream
 from lightning_fastft.packing.tokens.answer_end import find_answer_end, find_text_end
@@ -74,6 +75,8 @@ class PackedDataModule(SplitDataModule):
         columns: Our column names to those of the data, for example {"prompt": "question", "completion": "answer"}.
         chat_template: Jinja text, or a file that ends in .jinja, in place of the tokenizer's own. Checkpoints and saved
             models keep it.
+        chat_template_kwargs: Variables of the chat template for all rows, for example {"enable_thinking": False}; the
+            column of that name adds to them and takes precedence. Checkpoints keep them for texts and samples.
         loss_on: "completion" trains assistant turns and completions; "all" trains every token.
         add_eos: Append, and train, the end-of-sequence token unless the format ends with one. A last answer that the
             chat template ends without a token (GLM-4) gets the one at which generation stops.
@@ -126,6 +129,7 @@ class PackedDataModule(SplitDataModule):
         format: str = "auto",
         columns: dict[str, str] | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         loss_on: str = "completion",
         add_eos: bool = True,
         separator: str = "",
@@ -152,7 +156,7 @@ class PackedDataModule(SplitDataModule):
             options=FormatOptions(
                 format=format, columns=columns, loss_on=loss_on, chat_template=chat_template, add_eos=add_eos,
                 too_long=too_long, max_tokens=max_tokens, separator=separator, step_separator=step_separator,
-                extra_columns=extra_columns,
+                extra_columns=extra_columns, chat_template_kwargs=chat_template_kwargs,
             ),
             tokenizer=tokenizer, val_share=val_share, share_prompts=share_prompts, seed=seed, pad_to_max=pad_to_max,
             num_workers=num_workers, pin_memory=pin_memory, cache_dir=cache_dir, num_proc=num_proc,
@@ -175,6 +179,11 @@ class PackedDataModule(SplitDataModule):
         if self._templated is None or self._templated[0] is not tokenizer:
             self._templated = (tokenizer, with_template(tokenizer, read_template(tokenizer, chosen)))
         return self._templated[1]
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """The variables of the chat template for all rows, without nulls."""
+        return check_template_options(self.options.chat_template_kwargs)
 
     @property
     def answer_end(self) -> int | None:

@@ -20,6 +20,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.rows.template_options import check_template_options
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.packing.tokens.answer_end import find_answer_end, find_text_end
@@ -73,6 +74,7 @@ class RolloutDataModule(RecordedDataModule):
         max_new_tokens: Most tokens of a completion.
         temperature: Temperature of the sampling; that of a PolicyTuner must be the same.
         max_tokens: Length of a pack in tokens.
+        chat_template_kwargs: Variables of the chat template for all prompts; as in ``PackedDataModule``.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
         share_prompts: Whether a pack holds the prompt of a group once; as in ``PackedDataModule``.
         seed: Seed of the order of the prompts and of the sampling.
@@ -96,6 +98,7 @@ class RolloutDataModule(RecordedDataModule):
         max_new_tokens: int = 256,
         temperature: float = 1.0,
         max_tokens: int = 4096,
+        chat_template_kwargs: dict[str, Any] | None = None,
         pad_to_max: bool = False,
         share_prompts: bool | str = "auto",
         seed: int = 0,
@@ -121,6 +124,7 @@ class RolloutDataModule(RecordedDataModule):
         self.max_new_tokens = check_int("max_new_tokens", max_new_tokens, low=1)
         self.temperature = check_float("temperature", temperature, low=1e-3, high=1e3)
         self.max_tokens = check_int("max_tokens", max_tokens, low=2)
+        self.chat_template_kwargs = check_template_options(chat_template_kwargs)
         self.pad_to_max = check_bool("pad_to_max", pad_to_max)
         self.share_prompts = check_choice("share_prompts", share_prompts, ("auto", True, False))
         self.seed = check_int("seed", seed, low=0, high=2**64 - 1)
@@ -157,7 +161,9 @@ class RolloutDataModule(RecordedDataModule):
         check_rollout_tuner(tuner, has_rewards=bool(self.rewards), temperature=self.temperature)
         if tuner.tokenizer is None:
             raise OptionError("Prompts are text and need a tokenizer: give the tuner one.")
-        format_options = FormatOptions(max_tokens=self.max_tokens, format="rollouts")
+        format_options = FormatOptions(
+            max_tokens=self.max_tokens, format="rollouts", chat_template_kwargs=self.chat_template_kwargs
+        )
         formatter = Formatter(
             tuner.tokenizer, options=format_options, vocab_size=tuner.vocab_size, stop_ids=tuner.stop_ids
         )

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.hf.generation import generate_texts, sample_completions
+from lightning_fastft.hf.generation import encode_prompt, generate_texts, sample_completions
+from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.tokens.formatter import Formatter
 from tests.support.tiny_models import VOCABULARY, build_tiny
 
 CHAT = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
@@ -59,6 +61,18 @@ def test_conversations_go_through_the_chat_template(tokenizer):
         model, tokenizer=tokenizer, prompts=[[{"role": "user", "content": "w5 w6"}]], max_new_tokens=4, do_sample=False
     )
     assert chat == generate_texts(model, tokenizer=tokenizer, prompts=["w5 w6 w9"], max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize(("added", "begin"), [("$A <eos>", []), ("<bos> $A", [1]), ("<bos> $A <eos>", [1])])
+def test_a_text_begins_as_in_training_and_is_not_ended(added, begin, tokenizer):
+    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    core.post_processor = processors.TemplateProcessing(single=added, special_tokens=[("<bos>", 1), ("<eos>", 2)])
+    ending = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
+    formatter = Formatter(ending, options=FormatOptions(max_tokens=64))
+    (row,) = formatter.encode([{"prompt": "w5 ", "completion": "w7"}], format="prompt_completion")
+    assert encode_prompt(ending, "w5 ") == row.input_ids[~row.is_trained].tolist() == [*begin, 5]
+    # A text that begins with the token does not get a second one.
+    assert encode_prompt(ending, "<bos> w5") == [1, 5]
 
 
 def test_impossible_prompts_are_refused(tokenizer):

@@ -68,6 +68,13 @@ def test_packed_documents_are_computed_as_each_alone(name):
     assert_exact(errors(build_tiny(name)))
 
 
+@pytest.mark.parametrize("is_before_gate", [False, True])
+def test_a_norm_inside_the_mixer_is_exact_on_documents_of_one_token(is_before_gate):
+    """In transformers 5.17 this norm drops the axis of tokens where there is one."""
+    model = build_tiny("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=is_before_gate)
+    assert_exact(errors(model))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_the_pad_tail_changes_nothing(name):
     assert_exact(errors(build_tiny(name), lengths=(5, 2, 1), pad_to=16))

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.core.errors import UnsupportedModelError
@@ -59,6 +59,28 @@ def build_minicpm3():
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
+def build_granite_swa():
+    """The model holds a list of rotary embeddings, one for each base of its layers; the one beside it is not used."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "granite_swa",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=5,
+        layer_rope_theta=[10000.0, 500.0, 0],
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        rope_parameters=longrope(4, factor=4.0),
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
 BUILDERS = {
     "phi3": lambda: build_tiny(
         "phi3", head_dim=8, sliding_window=None, rope_parameters=longrope(4), original_max_position_embeddings=LIMIT
@@ -71,6 +93,7 @@ BUILDERS = {
     "qwen3_longrope": lambda: build_tiny("qwen3", rope_parameters=longrope(8, factor=4.0)),
     "phimoe": lambda: build_tiny("phimoe", head_dim=8, rope_parameters=longrope(4, short_mscale=1.1, long_mscale=1.3)),
     "minicpm3": build_minicpm3,
+    **({"granite_swa": build_granite_swa} if "granite_swa" in CONFIG_MAPPING else {}),
 }
 
 
@@ -101,11 +124,37 @@ def run_alone(build, model, documents, *, num_items):
     """
     total, logits = 0.0, []
     for document in documents:
-        model.model.rotary_emb = build().model.rotary_emb
+        fresh = build().model
+        for name in {"rotary_emb", "rotary_embs"} & {*dict(fresh.named_children())}:
+            setattr(model.model, name, fresh.get_submodule(name))
         loss, of_document = run_one_by_one(model, [document], num_items=num_items)
         total += loss
         logits.append(of_document)
     return total, torch.cat(logits)
+
+
+def build_gemma3(**scaling):
+    """Angles that depend on length in the layers without a window alone."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    parameters = {"sliding_attention": plain, "full_attention": {**plain, **scaling}}
+    return build_tiny("gemma3_text", rope_parameters=parameters, max_position_embeddings=LIMIT)
+
+
+@pytest.mark.parametrize(
+    "build", [BUILDERS["llama_dynamic"], lambda: build_gemma3(rope_type="dynamic", factor=4.0)], ids=["llama", "gemma3"]
+)
+def test_a_document_that_runs_alone_does_not_remember_longer_ones(build):
+    model, documents, batch = build(), make_documents(LENGTHS), make_batch(LENGTHS)
+    install_packed_training(model, patcher := ModelPatcher(), attention="one_by_one")
+    # A longer document of an earlier pack, too.
+    model(**make_batch((40, 3)))
+    loss, logits = run_packed(model, batch)
+    gradients = take_gradients(model)
+    patcher.undo()
+    loss_alone, logits_alone = run_alone(build, model, documents, num_items=batch.context.num_items)
+    assert_close(loss, loss_alone)
+    assert_close(logits, logits_alone)
+    assert_close(gradients, take_gradients(model), bound=2e-5)
 
 
 @pytest.mark.parametrize("name", ["phi3", "llama_dynamic"])

@@ -353,6 +353,19 @@ def test_tools_and_template_options_of_a_prompt_reach_the_template(tmp_path):
     assert seen == [["7+9+12="]]
 
 
+def test_template_options_for_all_prompts_reach_the_template(tmp_path):
+    tuner, _ = make_parts()
+    tuner.tokenizer.chat_template, seen = TEMPLATE, []
+    rows = [{"prompt": [{"role": "user", "content": "12"}]}]
+    data = RolloutDataModule(
+        rows, rewards=lambda completions, **_: range(len(completions)), sampler=note_prompts(seen), prompts_per_round=1,
+        chat_template_kwargs={"base": "9+"},
+    )  # fmt: skip
+    train(tmp_path, tuner, data, max_steps=1)
+    assert seen == [["9+12="]]
+    assert tuner.chat_template_kwargs == {"base": "9+"}
+
+
 def test_rewards_get_columns_that_the_first_row_of_a_round_lacks(tmp_path):
     seen = []
 

@@ -143,6 +143,9 @@ def _describe_data(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             files = ", ".join(f"{_name_of(name)} ({rows:,} rows)" for name, rows in found["rows_per_source"].items())
             where = files or "held out of the training data"
             yield title, f"{where}: {found['examples']:,} examples, {found['tokens']:,} tokens"
+    variables = data.get("chat_template_kwargs")
+    if variables:
+        yield "variables of the chat template", f"`{json.dumps(variables)}`"
     rollouts = data.get("rollouts")
     if rollouts:
         share = rollouts["sampled_share"]

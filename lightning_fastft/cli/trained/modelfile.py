@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,11 +58,11 @@ class Turns(NamedTuple):
         return f"{begin}{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}{self.prompt}"
 
 
-def write_modelfile(folder: Path, *, gguf: Path, tokenizer: Any) -> Path:
+def write_modelfile(folder: Path, *, gguf: Path, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Path:
     """Write the Modelfile of a GGUF file in the same folder, and return its path.
 
     The folder has the generation configuration; the GGUF file need not be there yet. Without a chat template the prompt
-    is plain text.
+    is plain text. The variables are those that the chat template gets.
 
     Raises:
         UnsupportedModelError: The chat template does more than to write text around each message.
@@ -69,7 +70,7 @@ def write_modelfile(folder: Path, *, gguf: Path, tokenizer: Any) -> Path:
     file = folder / "generation_config.json"
     generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    template = read_turns(tokenizer).go() if has_template else "{{ .Prompt }}"
+    template = read_turns(tokenizer, variables).go() if has_template else "{{ .Prompt }}"
     lines = [f"FROM ./{gguf.name}", f'TEMPLATE """{template}"""']
     if has_template and "strftime_now" in str(tokenizer.chat_template):
         lines.insert(0, f"# The chat template writes the current date. Here it is that of the export, {date.today()}.")
@@ -86,18 +87,19 @@ def write_modelfile(folder: Path, *, gguf: Path, tokenizer: Any) -> Path:
     return path
 
 
-def read_turns(tokenizer: Any) -> Turns:
+def read_turns(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Turns:
     """Return the parts of a chat template, which must render conversations exactly as the template does.
 
-    The token that begins a text is left out, because llama.cpp adds it.
+    The variables are those that the template gets. The token that begins a text is left out, because llama.cpp adds it.
 
     Raises:
         UnsupportedModelError: The parts do not render like the template.
     """
+    render = partial(_render, tokenizer, variables or {})
     one = [{"role": "user", "content": _CONTENT["user"]}]
     more = [*one, {"role": "assistant", "content": _CONTENT["assistant"]}, *one]
     try:
-        turns = _split(tokenizer, one=one, more=more)
+        turns = _split(render, one=one, more=more)
     except ValueError as error:
         raise _refuse(str(error)) from error
     system = [{"role": "system", "content": _CONTENT["system"]}]
@@ -105,7 +107,7 @@ def read_turns(tokenizer: Any) -> Turns:
     if "system" in turns.around:
         checked += [[*system, *one], [*system, *more]]
     for messages in checked:
-        if turns.render(messages) != _render(tokenizer, messages):
+        if turns.render(messages) != render(messages):
             raise _refuse(f"a conversation of {len(messages)} messages is rendered otherwise")
     texts = (turns.without_system, turns.prompt, *(text for pair in turns.around.values() for text in pair))
     if any("{{" in text or '"""' in text for text in texts):
@@ -113,14 +115,14 @@ def read_turns(tokenizer: Any) -> Turns:
     return turns
 
 
-def _split(tokenizer: Any, *, one: Sequence[Message], more: Sequence[Message]) -> Turns:
+def _split(render: Callable[..., str], *, one: Sequence[Message], more: Sequence[Message]) -> Turns:
     """Return the text around the content of each message; raise ValueError where a content is missing."""
-    lead, end = _cut(_render(tokenizer, one), _CONTENT["user"])
-    _, bare_end = _cut(_render(tokenizer, one, has_prompt=False), _CONTENT["user"])
+    lead, end = _cut(render(one), _CONTENT["user"])
+    _, bare_end = _cut(render(one, has_prompt=False), _CONTENT["user"])
     # Some templates end with an end-of-text token instead of the prompt.
     tail = _common_start(end, bare_end)
     prompt = end[len(tail) :]
-    long = _render(tokenizer, more, has_prompt=False)
+    long = render(more, has_prompt=False)
     _, rest = _cut(long, _CONTENT["user"])
     middle, rest = _cut(rest, _CONTENT["assistant"])
     last, _ = _cut(rest, _CONTENT["user"])
@@ -131,7 +133,7 @@ def _split(tokenizer: Any, *, one: Sequence[Message], more: Sequence[Message]) -
     around = {"user": (user_begin, tail), "assistant": (middle[len(tail) :], last[: len(last) - len(user_begin)])}
     begin = lead[: len(lead) - len(user_begin)]
     try:
-        both = _render(tokenizer, [{"role": "system", "content": _CONTENT["system"]}, *one], has_prompt=False)
+        both = render([{"role": "system", "content": _CONTENT["system"]}, *one], has_prompt=False)
         before, after = _cut(both, _CONTENT["system"])
         after, _ = _cut(after, _CONTENT["user"])
     except ValueError:
@@ -142,12 +144,16 @@ def _split(tokenizer: Any, *, one: Sequence[Message], more: Sequence[Message]) -
     return Turns({"system": (before, after[: len(after) - len(user_begin)]), **around}, begin, prompt)
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], *, has_prompt: bool = True) -> str:
+def _render(
+    tokenizer: Any, variables: Mapping[str, Any], messages: Sequence[Message], *, has_prompt: bool = True
+) -> str:
     """Return the text of the template without the token that begins it; raise ValueError where it refuses."""
     from jinja2 import TemplateError
 
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=has_prompt)
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=has_prompt, **variables
+        )
     except TemplateError as error:
         raise ValueError(str(error)) from error
     return str(text).removeprefix(tokenizer.bos_token or "")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_fastft.core.checks import check_bool, check_choice, check_int, check_string
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.packing.rows.template_options import check_template_options
 
 # Optional columns for the chat template: descriptions of tools, and options such as enable_thinking.
 _CHAT = ("tools", "chat_template_kwargs")
@@ -54,6 +56,8 @@ class FormatOptions:
         loss_on: "completion" trains assistant turns, completions and outputs; "all" trains every token, and is
             refused for the formats of TUNERS.
         chat_template: Jinja text, or a .jinja file, in place of the tokenizer's own template.
+        chat_template_kwargs: Variables of the chat template with JSON values, such as {"enable_thinking": False}. The
+            column of that name of a row adds to them, and takes precedence.
         add_eos: Whether the end-of-sequence token is appended and trained, in every format but messages, conversations,
             stepwise and input_ids. In conversations: whether an answer that the chat template ends without a token is
             trained with the one at which generation stops.
@@ -76,6 +80,7 @@ class FormatOptions:
     columns: Mapping[str, str] | None = None
     loss_on: str = "completion"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     add_eos: bool = True
     too_long: str = "refuse"
     separator: str = ""
@@ -90,6 +95,7 @@ class FormatOptions:
         check_string("step_separator", self.step_separator, may_be_empty=True)
         if self.chat_template is not None:
             check_string("chat_template", self.chat_template)
+        check_template_options(self.chat_template_kwargs)
         if self.columns is not None and not isinstance(self.columns, Mapping):
             raise OptionError(
                 "columns must be a mapping from column names of a format to those of the data, got "

@@ -15,10 +15,10 @@ from lightning_fastft.core.checks import check_int, check_share
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.reading.sources import REJECTED, Source, open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
+from lightning_fastft.packing.rows.template_options import OPTIONS
 from lightning_fastft.packing.store.dataset import TokenizedDataset, replace_file
 from lightning_fastft.packing.store.ingest import Ingest, check_highest_id, check_share_of_rejects, write_rejects
 from lightning_fastft.packing.tokens import chat
-from lightning_fastft.packing.tokens.template_options import OPTIONS
 from lightning_fastft.packing.tokens.tokenisation import Setup
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ def _fingerprint(
     if options.step_separator == FormatOptions.step_separator:
         # Entries from before this option keep their fingerprint.
         del chosen["step_separator"]
+    if not options.chat_template_kwargs:
+        del chosen["chat_template_kwargs"]
     if tokenizer is not None:
         chosen["chat_template"] = chat.read_template(tokenizer, options.chat_template)
     parts = [_FINGERPRINT_VERSION, [source.fingerprint for source in sources], fingerprint_tokenizer(tokenizer), chosen]

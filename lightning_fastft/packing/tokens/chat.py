@@ -142,7 +142,8 @@ class ChatRenderer:
             self._ends = TurnEnds(tokenizer, stop_ids=stop_ids, shape=self._shapes.shape)
 
     def with_options(self, options: Mapping[str, Any]) -> ChatRenderer:
-        """Return the renderer of the template with other options, on which the shapes that it reads may depend."""
+        """Return the renderer of the template with more options, on which the shapes that it reads may depend."""
+        options = {**self._options, **options}
         if options == self._options:
             return self
         name = json.dumps(options, sort_keys=True)

@@ -21,10 +21,10 @@ from lightning_fastft.packing.rows.messages import check_messages, read_conversa
 from lightning_fastft.packing.rows.parsing import check_text
 from lightning_fastft.packing.rows.rejects import IMAGE_UNSERVED, IMAGE_WITH_COMPLETIONS, WRONG_TYPE, RowRejectedError
 from lightning_fastft.packing.rows.steps import join_steps, read_steps
+from lightning_fastft.packing.rows.template_options import OPTIONS, check_template_reads, read_template_options
 from lightning_fastft.packing.tokens import chat
 from lightning_fastft.packing.tokens.control_tokens import Rendered
 from lightning_fastft.packing.tokens.spans import find_repeated_prompt, move_spans, place_spans
-from lightning_fastft.packing.tokens.template_options import OPTIONS, read_template_options
 from lightning_fastft.packing.tokens.token_ids import (
     Encoded,
     TokenIdError,
@@ -65,6 +65,7 @@ class Formatter:
 
     Raises:
         DataError: The chat template's file cannot be read.
+        OptionError: The chat template does not read one of chat_template_kwargs.
 
     Example:
         >>> formatter = Formatter(None, options=FormatOptions(max_tokens=8))
@@ -87,14 +88,13 @@ class Formatter:
         self._options = options
         self._vocab_size = vocab_size
         self._chat: chat.ChatRenderer | None = None
-        self._prefix_ids: list[int] = []
-        self._eos_id: int | None = None
+        self._prefix_ids = [] if tokenizer is None else find_prefix(tokenizer)
+        self._eos_id = tokenizer.eos_token_id if tokenizer is not None and options.add_eos else None
         if tokenizer is not None:
-            self._prefix_ids = find_prefix(tokenizer)
-            self._eos_id = tokenizer.eos_token_id if options.add_eos else None
             template = chat.read_template(tokenizer, options.chat_template)
             if template is None and images is not None:
                 template = images.chat_template
+            variables = check_template_reads(options.chat_template_kwargs, template=template)
             if template is not None:
                 self._chat = chat.ChatRenderer(
                     tokenizer,
@@ -102,6 +102,7 @@ class Formatter:
                     loss_on=options.loss_on,
                     notes=self.notes,
                     stop_ids=stop_ids if options.add_eos else None,
+                    options=variables,
                 )
 
     def check_can_serve(self, format: str, *, file: str) -> None:
@@ -148,7 +149,7 @@ class Formatter:
     ) -> list[int]:
         """Return the tokens of a text or of checked messages, up to where a completion begins.
 
-        template_options are variables of the chat template, as in the column chat_template_kwargs.
+        template_options are those of the column chat_template_kwargs.
 
         Raises:
             RowRejectedError: The prompt cannot be rendered.

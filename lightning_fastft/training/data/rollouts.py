@@ -12,8 +12,8 @@ from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.rows.messages import check_messages
 from lightning_fastft.packing.rows.parsing import check_text, parse_row
 from lightning_fastft.packing.rows.rejects import MISSING_COLUMN, RowRejectedError
+from lightning_fastft.packing.rows.template_options import OPTIONS
 from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
-from lightning_fastft.packing.tokens.template_options import OPTIONS
 from lightning_fastft.packing.tokens.token_ids import TokenIdError
 from lightning_fastft.training.samplers import Sampled
 

@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.core.extras import version_of
+from lightning_fastft.packing.tokens.chat import read_template
 from lightning_fastft.training.datamodule import PackedDataModule
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # Key of a checkpoint.
 RUN_KEY = "fastft_run"
+# Options of the data in the description of a run.
+_TEMPLATE, _VARIABLES = "chat_template", "chat_template_kwargs"
 _PACKAGES = ("lightning_fastft", "torch", "lightning", "transformers", "peft", "bitsandbytes")
 
 
@@ -53,6 +56,29 @@ def warn_of_other_tuner(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         )
 
 
+def warn_of_other_template(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Warn if the data of a run is read with another chat template, or other variables of it, than its checkpoint's.
+
+    Args:
+        trainer: That of the run that loads the checkpoint.
+        saved: What ``describe_run`` returned in the run of the checkpoint; empty if that is not known.
+    """
+    data, trained = getattr(trainer, "datamodule", None), saved.get("data")
+    if not trained or not isinstance(data, PackedDataModule) or data.tokenizer is None:
+        return
+    own, present = read_template(data.tokenizer, None), read_template(data.trained_tokenizer, None)
+    changes = [f"another {_TEMPLATE}"] if trained.get(_TEMPLATE, own) != present else []
+    variables = trained.get(_VARIABLES, {})
+    if variables != data.chat_template_kwargs:
+        changes.append(f"{_VARIABLES}={variables!r} instead of {data.chat_template_kwargs!r}")
+    if changes:
+        rank_zero_warn(
+            f"The checkpoint was trained with {' and '.join(changes)}: its conversations had other tokens than those "
+            "of this run. For the same tokens give the options of its training, --data.chat_template and "
+            "--data.chat_template_kwargs."
+        )
+
+
 def find_versions() -> dict[str, str]:
     """Return the versions of the packages that decide what a run computes; of those that are installed."""
     return {name: found for name in _PACKAGES if (found := version_of(name))}
@@ -64,14 +90,16 @@ def _describe_data(data: Any) -> dict[str, Any]:
     """
     # Of a RolloutDataModule, which imports the tuners.
     rollouts = getattr(data, "rollout_facts", None)
+    given = getattr(data, _VARIABLES, None)
+    variables = {_VARIABLES: given} if given else {}
     if rollouts is not None:
-        return {"max_tokens": data.max_tokens, "rollouts": rollouts}
+        return {"max_tokens": data.max_tokens, "rollouts": rollouts, **variables}
     if not isinstance(data, PackedDataModule):
         return {}
-    found: dict[str, Any] = {"max_tokens": data.max_tokens}
+    found: dict[str, Any] = {"max_tokens": data.max_tokens, **variables}
     if data.options.chat_template is not None and data.trained_tokenizer is not None:
         # The text, because its file may change after the training.
-        found["chat_template"] = data.trained_tokenizer.chat_template
+        found[_TEMPLATE] = data.trained_tokenizer.chat_template
     for split in ("train", "val"):
         report, subset = data.report(split), data.subset(split)
         if subset is not None:

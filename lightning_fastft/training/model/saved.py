@@ -12,7 +12,12 @@ from lightning_fastft.checkpoint.remote import downloaded, is_remote
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.model.base_identity import check_adapter_names, check_base, describe_base
 from lightning_fastft.training.model.export import save_model
-from lightning_fastft.training.model.run_record import RUN_KEY, describe_run, warn_of_other_tuner
+from lightning_fastft.training.model.run_record import (
+    RUN_KEY,
+    describe_run,
+    warn_of_other_template,
+    warn_of_other_tuner,
+)
 from lightning_fastft.training.model.texts import TextCausalLM
 
 if TYPE_CHECKING:
@@ -115,13 +120,15 @@ class SavedCausalLM(TextCausalLM):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse adapters that were trained on another base; a checkpoint without a digest of it is accepted.
 
-        Warn of a checkpoint of another class. A resumed run keeps the seed of the checkpoint, for noise on embeddings.
+        Warn of a checkpoint of another class or chat template. A resumed run keeps the seed of the checkpoint, for
+        noise on embeddings.
 
         Raises:
             ResumeError: The base of this run has other weights, or was initialised with another seed.
         """
         if self._trainer is not None:
             warn_of_other_tuner(self.trainer, checkpoint.get(RUN_KEY, {}))
+            warn_of_other_template(self.trainer, checkpoint.get(RUN_KEY, {}))
         self._read_tokenizer(checkpoint, run=checkpoint.get(RUN_KEY, {}))
         if self.has_adapters:
             check_base(

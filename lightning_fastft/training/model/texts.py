@@ -29,6 +29,8 @@ class TextCausalLM(CausalLMModule):
         self.given_images: ImageEncoder | None = None
         # That of the training data of a checkpoint, in place of the tokenizer's own.
         self._chat_template: str | None = None
+        # The variables of the chat template of the training data.
+        self.chat_template_kwargs: dict[str, Any] = {}
         # The control token that ends its answers, if generation does not stop there.
         self.answer_end: int | None = None
 
@@ -56,6 +58,8 @@ class TextCausalLM(CausalLMModule):
         if hasattr(data, "trained_tokenizer"):
             self._trained_tokenizer, self.given_images = data.trained_tokenizer, data.image_encoder
             self._chat_template = None
+        if hasattr(data, "chat_template_kwargs"):
+            self.chat_template_kwargs = data.chat_template_kwargs
         if hasattr(data, "answer_end"):
             self.answer_end = data.answer_end
         if self.answer_end is not None:
@@ -70,6 +74,7 @@ class TextCausalLM(CausalLMModule):
         options = checkpoint.get("datamodule_hyper_parameters") or {}
         self._trained_tokenizer = options.get("tokenizer")
         self._chat_template = run.get("data", {}).get("chat_template")
+        self.chat_template_kwargs = run.get("data", {}).get("chat_template_kwargs", {})
         self.answer_end = run.get("answer_end")
 
     def generate(
@@ -77,6 +82,7 @@ class TextCausalLM(CausalLMModule):
         prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
         *,
         max_new_tokens: int = 128,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[str]:
         """Generate a continuation of each prompt in evaluation mode, and restore the mode of every module.
@@ -85,12 +91,16 @@ class TextCausalLM(CausalLMModule):
             prompts: Texts, or conversations (lists of messages with role and content) for the chat template, which is
                 that of the training data.
             max_new_tokens: Most tokens to write.
+            chat_template_kwargs: Variables of the chat template, in addition to those of the training data, and in
+                place of those with the same name; for example {"enable_thinking": True}.
             **options: Of transformers' ``generate``, for example ``do_sample=False``.
 
         Raises:
-            OptionError: There is no model or no tokenizer.
+            OptionError: There is no model or no tokenizer, or the chat template does not read a variable.
         """
         from lightning_fastft.hf.generation import add_stop, generate_texts
+        from lightning_fastft.packing.rows.template_options import check_template_reads
+        from lightning_fastft.packing.tokens.chat import read_template
 
         tokenizer = self.trained_tokenizer
         if self.model is None or tokenizer is None:
@@ -98,7 +108,9 @@ class TextCausalLM(CausalLMModule):
                 "generate needs a model and a tokenizer; "
                 f"{'the model is not built' if self.model is None else 'tokenizer is None'}."
             )
+        given = check_template_reads(chat_template_kwargs, template=read_template(tokenizer, None))
         options["max_new_tokens"] = max_new_tokens
+        options["chat_template_kwargs"] = {**self.chat_template_kwargs, **given}
         if self.answer_end is not None:
             options.setdefault("eos_token_id", add_stop(self.model.generation_config, self.answer_end).eos_token_id)
         return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)

@@ -1,4 +1,4 @@
-"""The column chat_template_kwargs: each row's options reach the template, as in transformers and TRL."""
+"""chat_template_kwargs, of rows and for all rows: the options reach the template, as in transformers and TRL."""
 
 import inspect
 import json
@@ -8,6 +8,7 @@ from itertools import groupby
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.store.cache import tokenize_sources
@@ -178,3 +179,64 @@ def test_every_argument_of_transformers_but_documents_is_refused():
             {"messages": [ASKED, ANSWERED], "chat_template_kwargs": {name: True}},
         )
         assert isinstance(found, RowRejectedError), name
+
+
+@pytest.mark.parametrize("loss_on", ["completion", "all"])
+def test_options_for_all_rows_reach_the_template_and_those_of_a_row_come_first(loss_on):
+    template = GREETING + "{% if place is defined %}{{ place }} {% endif %}" + MARKED
+    tokenizer = build_tokenizer(chat_template=template)
+    given = {"mood": "glad", "place": None}
+    for own, expected in (
+        (None, {"mood": "glad"}),
+        ({"mood": None}, {"mood": "glad"}),
+        ({"mood": "sad"}, {"mood": "sad"}),
+        ({"place": "here"}, {"mood": "glad", "place": "here"}),
+    ):
+        row = {"messages": [ASKED, ANSWERED], "chat_template_kwargs": own}
+        example = encode(tokenizer, row, loss_on=loss_on, add_eos=False, chat_template_kwargs=given)
+        whole = tokenizer.apply_chat_template([ASKED, ANSWERED], return_dict=True, **expected)["input_ids"]
+        assert example.input_ids.tolist() == whole
+    formatter = Formatter(tokenizer, options=FormatOptions(max_tokens=512, chat_template_kwargs=given))
+    asked = tokenizer.apply_chat_template([ASKED], return_dict=True, add_generation_prompt=True, mood="glad")
+    assert formatter.encode_prompt([ASKED]) == asked["input_ids"]
+    # Text rows have no template, and are not refused.
+    text = encode(tokenizer, {"text": "two plus"}, format="text", chat_template_kwargs=given)
+    assert text.input_ids.tolist() == encode(tokenizer, {"text": "two plus"}, format="text").input_ids.tolist()
+
+
+def test_the_thought_that_an_option_for_all_rows_writes_is_not_trained():
+    tokenizer = build(read_template("qwen3"))
+    example = encode(tokenizer, {"messages": [ASKED, ANSWERED]}, chat_template_kwargs=OFF)
+    assert trained(tokenizer, example) == ["four<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("value", "word"), [([1], "got list"), ({"tokenize": False}, "'tokenize'"), ({"mood": {1, 2}}, "JSON")]
+)
+def test_wrong_options_for_all_rows_are_refused(value, word):
+    with pytest.raises(OptionError, match=f"chat_template_kwargs.*{word}"):
+        FormatOptions(max_tokens=8, chat_template_kwargs=value)
+
+
+def test_options_without_effect_are_refused():
+    options = FormatOptions(max_tokens=8, chat_template_kwargs={"moods": "glad"})
+    with pytest.raises(OptionError, match="Did you mean 'mood'"):
+        Formatter(build_tokenizer(chat_template=GREETING + MARKED), options=options)
+    with pytest.raises(OptionError, match="no chat template"):
+        Formatter(build_tokenizer(), options=options)
+
+
+def test_cached_tokens_depend_on_the_options_for_all_rows(tmp_path):
+    tokenizer = build_tokenizer(chat_template=GREETING + UNMARKED)
+
+    def read(given):
+        options = FormatOptions(max_tokens=512, chat_template_kwargs=given)
+        rows = [{"messages": [ASKED, ANSWERED]}]
+        found = tokenize_sources(rows, tokenizer=tokenizer, options=options, cache_dir=tmp_path)
+        return found[0].input_ids.tolist(), len(list(tmp_path.iterdir()))
+
+    bare, _ = read(None)
+    assert read({}) == (bare, 1)
+    glad, num_entries = read({"mood": "glad"})
+    assert (glad != bare, num_entries) == (True, 2)
+    assert read({"mood": "glad"}) == (glad, 2)

@@ -1,6 +1,9 @@
 """The tokenizer, chat template and processor of the training data go with the model: texts, checkpoints and files."""
 
+import contextlib
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -8,9 +11,11 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from lightning_fastft.cli.command import main
+from lightning_fastft.cli.export import WITHOUT_GGUF
 from lightning_fastft.cli.trained.opening import Request, open_trained
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.monitor.generate_samples import GenerateSamples
+from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -53,11 +58,11 @@ def train(tmp_path, base, *, callbacks=(), rows=ROWS, tuner_options=None, **opti
     return module
 
 
-def prompts_of(module, monkeypatch):
+def prompts_of(module, monkeypatch, **options):
     """Return the token ids that the module generates from."""
     seen = []
     monkeypatch.setattr("lightning_fastft.hf.generation._write_texts", lambda *a, **k: seen.append(a[2]) or [""])
-    module.generate([CHAT])
+    module.generate([CHAT], **options)
     return seen[0][0]
 
 
@@ -111,6 +116,102 @@ def test_samples_are_asked_in_the_chat_template_of_the_data(base, tmp_path, monk
     )
     train(tmp_path, base, callbacks=[GenerateSamples([CHAT])], chat_template=GIVEN, val_paths=ROWS)
     assert seen == [GIVEN]
+
+
+MOODY = "{% if mood is defined %}{{ mood }} {% endif %}" + GIVEN
+
+
+def test_the_variables_of_the_chat_template_of_the_data_are_saved_and_used(base, tmp_path, monkeypatch, capsys):
+    module = train(tmp_path, base, chat_template=MOODY, chat_template_kwargs={"mood": "w9"})
+    loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    loaded.configure_model()
+    assert prompts_of(module, monkeypatch) == prompts_of(loaded, monkeypatch) == [9, 2, 5, 6, 0]
+    assert prompts_of(loaded, monkeypatch, chat_template_kwargs={"mood": "w3"}) == [3, 2, 5, 6, 0]
+    with pytest.raises(OptionError, match="Did you mean 'mood'"):
+        loaded.generate([CHAT], chat_template_kwargs={"moods": "w3"})
+    assert torch.load(tmp_path / "a.ckpt", weights_only=False)["datamodule_hyper_parameters"][
+        "chat_template_kwargs"
+    ] == {"mood": "w9"}
+    monkeypatch.undo()
+    words = ["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--merge", "--gguf", "f16", "--ollama"]
+    monkeypatch.setenv("PATH", "")
+    assert main(words) == WITHOUT_GGUF
+    assert '{"mood": "w9"}' in capsys.readouterr().out
+    assert '`{"mood": "w9"}`' in (tmp_path / "out" / "README.md").read_text()
+    assert '"""{{ if not .System }}w9 {{ end }}' in (tmp_path / "out" / "Modelfile").read_text()
+
+
+def test_samples_get_the_variables_of_the_data(base, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "lightning_fastft.hf.generation._write_texts", lambda *args, **options: seen.append(args[2][0]) or [""]
+    )
+    options = {"chat_template": MOODY, "chat_template_kwargs": {"mood": "w9"}, "val_paths": ROWS}
+    train(tmp_path, base, callbacks=[GenerateSamples([CHAT])], rows=ROWS[:2], **options)
+    assert seen == [[9, 2, 5, 6, 0]]
+
+
+def test_chat_and_eval_give_the_variables_of_the_run_and_their_own(base, tmp_path, monkeypatch, capsys):
+    train(tmp_path, base, chat_template=MOODY, chat_template_kwargs={"mood": "w9"})
+    seen, checkpoint = [], str(tmp_path / "a.ckpt")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\n"))
+    monkeypatch.setattr(
+        "lightning_fastft.hf.generation._write_texts", lambda *args, **options: seen.append(args[2][0]) or [""]
+    )
+    assert main(["chat", checkpoint, "--device", "cpu"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\n"))
+    assert main(["chat", checkpoint, "--device", "cpu", "--chat-template-kwargs", '{"mood": "w3"}']) == 0
+    assert seen == [[9, 2, 5, 0], [3, 2, 5, 0]]
+    assert main(["chat", checkpoint, "--device", "cpu", "--plain", "--chat-template-kwargs", '{"mood": "w3"}']) == 1
+    assert "--chat-template-kwargs needs a chat template" in capsys.readouterr().err
+    # Before the first line.
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["chat", checkpoint, "--device", "cpu", "--chat-template-kwargs", '{"moods": "w3"}']) == 1
+    assert "--chat-template-kwargs sets 'moods'" in capsys.readouterr().err
+    monkeypatch.setattr(Formatter, "encode", note_tokens(seen := [], Formatter.encode))
+    words = ["eval", checkpoint, "--data", str(file), "--device", "cpu", "--json", "--cache-dir", "null"]
+    answer = [2, 5, 6, 0, 2, 7, 8, 0]
+    assert main(words) == 0
+    assert main([*words, "--chat-template-kwargs", '{"mood": "w3"}']) == 0
+    assert [ids for ids in seen if len(ids) == 9] == [[9, *answer]] * 4 + [[3, *answer]] * 4
+
+
+def note_tokens(seen, encode):
+    def noted(self, rows, **options):
+        found = encode(self, rows, **options)
+        seen.extend(example.input_ids.tolist() for example in found)
+        return found
+
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, None),
+        ({"chat_template_kwargs": {"mood": "w3"}}, "'w9'} instead of {'mood': 'w3'}"),
+        ({"chat_template": GIVEN, "chat_template_kwargs": None}, "another chat_template and"),
+        ({"chat_template": None, "chat_template_kwargs": None}, "another chat_template and"),
+    ],
+)
+def test_validation_with_another_chat_template_than_the_training_warns(options, words, base, tmp_path):
+    trained = {"chat_template": MOODY, "chat_template_kwargs": {"mood": "w9"}}
+    train(tmp_path, base, **trained)
+    data = quiet_data(None, val_paths=ROWS, max_tokens=32, num_workers=0, **{**trained, **options})
+    module = FineTuner(str(base), lora={"r": 2})
+    trainer = quiet_trainer(tmp_path, strategy="fastft")
+    check = pytest.warns(UserWarning, match=words) if words else contextlib.nullcontext()
+    with check:
+        trainer.validate(module, data, ckpt_path=str(tmp_path / "a.ckpt"), verbose=False)
+
+
+def test_a_run_with_the_tokenizers_own_template_is_validated_without_a_warning(base, tmp_path):
+    train(tmp_path, base)
+    data = quiet_data(None, val_paths=ROWS, max_tokens=32, num_workers=0, chat_template=OWN)
+    trainer = quiet_trainer(tmp_path, strategy="fastft")
+    trainer.validate(FineTuner(str(base), lora={"r": 2}), data, ckpt_path=str(tmp_path / "a.ckpt"), verbose=False)
 
 
 @pytest.mark.parametrize("is_old", [False, True])
