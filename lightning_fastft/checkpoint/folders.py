@@ -29,7 +29,7 @@ from lightning_fastft.checkpoint.atomic import part_beside, remove_empty
 from lightning_fastft.checkpoint.digests import hash_file
 from lightning_fastft.checkpoint.files import check_folder, commit_folder, load_file, replace_folder, save_file
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.checkpoint.settings import check_optimizer
+from lightning_fastft.checkpoint.settings import check_optimizer, values_of_settings
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DamagedCheckpointError,
@@ -173,8 +173,9 @@ def load_folder(
     content: dict[str, Any] = load_file(path / METADATA)
     judge(content)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata if optimizers else {}
+    settings = values_of_settings(content, module)
     for number, optimizer in enumerate(optimizers):
-        check_optimizer(optimizer, _read_groups(path, stored, name=f"optimizer_{number}"))
+        check_optimizer(optimizer, _read_groups(path, stored, name=f"optimizer_{number}"), settings=settings)
     state = {_WEIGHTS: get_model_state_dict(module)}
     load(state, checkpoint_id=path, planner=_PlainPlanner())
     module.load_state_dict(state[_WEIGHTS], strict=strict)

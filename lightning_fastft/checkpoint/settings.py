@@ -82,9 +82,21 @@ def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -
     return lines
 
 
-def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def values_of_settings(checkpoint: Mapping[str, Any], module: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the value in a checkpoint and the value of this run for each setting of a module that both have."""
+    saved, current = checkpoint.get(STATE, {}).get("settings", {}), flatten(dict(getattr(module, "hparams", {})))
+    return {name: (saved[name], current[name]) for name in saved.keys() & current.keys()}
+
+
+def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], *, settings: Mapping[str, tuple[Any, Any]]) -> None:
     """Check that a saved state is not that of another kind of optimizer, by the options of its first group; warn of
     options with another value, which torch replaces by those of the state.
+
+    Args:
+        optimizer: The optimizer of this run.
+        saved: State of an optimizer in the checkpoint.
+        settings: From ``values_of_settings``. ExactResume warns of those that differ, so that an option with the same
+            two values is not reported again.
 
     Raises:
         ResumeError: Each has numbers among its options that the other has not, or they have different numbers of
@@ -104,7 +116,7 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             f"run has {num_own}. Resume with the optimizer of that run, or start a new run from its weights without "
             "ckpt_path."
         )
-    for line in _describe_options(optimizer, saved["param_groups"][0]):
+    for line in _describe_options(optimizer, saved["param_groups"][0], settings=settings):
         rank_zero_warn(f"Resumed with another option of {type(optimizer).__name__} than that of the checkpoint: {line}")
 
 
@@ -164,7 +176,9 @@ def _numbers(options: Mapping[str, Any]) -> set[str]:
     return {name for name in names if not isinstance(options[name], bool)} - _RATES
 
 
-def _describe_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
+def _describe_options(
+    optimizer: Optimizer, saved: Mapping[str, Any], *, settings: Mapping[str, tuple[Any, Any]]
+) -> list[str]:
     """Return a line per option of the first group whose values differ and change the arithmetic."""
     own, names = optimizer.param_groups[0], optimizer.defaults.keys() - _RATES - _SPEED_OPTIONS
     if "base_momentum" in saved:
@@ -176,6 +190,7 @@ def _describe_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> list[st
         if isinstance(own[name], (int, float, tuple))
         and isinstance(saved[name], (int, float, tuple, list))
         and _plain(own[name]) != _plain(saved[name])
+        and settings.get(name) != (saved[name], own[name])
     ]
 
 

@@ -19,7 +19,8 @@ from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.clusters import Cluster, make_cluster
-from lightning_fastft.estimate.costs import MeteredStep, default_vram_bytes, meter_step, plan_on
+from lightning_fastft.estimate.costs import MeteredStep, default_vram_bytes, meter_step
+from lightning_fastft.estimate.graph_plan import plan_step
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.estimate.optimizer_cost import is_metered
 from lightning_fastft.planner.picture import render_plan
@@ -158,16 +159,15 @@ def _plan_in_tiles(
     """Return the step, its costs and the plan with this number of tiles of feed-forward blocks."""
     swaps = cost_options["swaps"]._replace(mlp_tiles=num_tiles)
     metered = meter_step(source, num_tokens=num_tokens, **{**cost_options, "swaps": swaps})
-    cost = metered.costs_on(options.gpu)
     moments_bytes = metered.optimizer.copied_bytes
     if moments_bytes > options.host_bytes:
         raise OptionError(
             f"The optimizer keeps {moments_bytes / _GIB:.1f} GiB of moments in host memory, and --host-gib is "
             f"{options.host_bytes / _GIB:.1f}. Give a larger --host-gib, or an optimizer with smaller moments."
         )
-    plan = plan_on(
-        options.gpu,
-        cost,
+    cost, plan = plan_step(
+        metered,
+        gpu=options.gpu,
         vram_budget_bytes=options.vram_bytes,
         host_budget_bytes=options.host_bytes - moments_bytes,
     )

@@ -28,13 +28,14 @@ def merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tupl
     An adapter of the embedding or the head changes one of them: if they share their weight, the head gets a copy.
 
     Raises:
-        UnsupportedModelError: Rounding of weights does not explain the change, or an adapter has a bias that the base
-            has no place for.
+        UnsupportedModelError: Rounding of weights does not explain the change, an adapter has a bias that the base has
+            no place for, or other layers share the weight of an adapted one.
     """
     _check_biases(model)
     with model.disable_adapter():
         base = logits_of(model, ids)
     _untie(model)
+    _check_owners(model)
     merged: Any = model.merge_and_unload(safe_merge=True)
     if not is_tied(merged):
         # PEFT does so in its newer versions, and for the outer configuration alone.
@@ -97,3 +98,26 @@ def _check_biases(model: PeftModel) -> None:
             f"The adapters have biases (lora_bias), and {list_names(lacking)} has none to add them to, so they cannot "
             "be merged. Export the adapters without --merge."
         )
+
+
+def _check_owners(model: PeftModel) -> None:
+    """Raise if another layer holds the weight that an adapter would change."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = dict(model.named_modules())
+    inside = {layer.get_base_layer() for layer in layers.values() if isinstance(layer, BaseTunerLayer)}
+    owners: dict[int, list[str]] = {}
+    for name, layer in layers.items():
+        if layer not in inside:
+            own = layer.get_base_layer() if isinstance(layer, LoraLayer) else layer
+            for parameter in own.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(name.removeprefix("base_model.model."))
+    for layer in layers.values():
+        weight = getattr(layer.get_base_layer(), "weight", None) if isinstance(layer, LoraLayer) else None
+        names = owners.get(id(weight), [])
+        if len(names) > 1:
+            raise UnsupportedModelError(
+                f"{list_names(names)} share one weight. Merged into it, the adapters of one would change the others "
+                "too. Export the adapters without --merge."
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,9 +18,11 @@ from lightning_fastft.core.checks import check_bool, check_int, check_string
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.strategies.packed_steps import find_packed_batches, is_planned
+from lightning_fastft.strategies.patching import patcher_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 # Tokens per second are averaged over this many finished micro-batches.
 NUM_BATCHES_IN_RATE = 20
@@ -85,6 +89,14 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         # Names of the values beside the loss, fixed for a window.
         self._window_names: tuple[str, ...] = ()
         self._finished: deque[tuple[float, int]] = deque(maxlen=NUM_BATCHES_IN_RATE + 1)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give log messages lines of their own until the run ends."""
+        super().setup(trainer, pl_module, stage)
+        clears, handlers = _ClearsBars(self), _console_handlers()
+        for handler in handlers:
+            handler.addFilter(clears)
+            patcher_of(trainer).add_undo(functools.partial(handler.removeFilter, clears))
 
     @property
     def total_train_batches(self) -> int | float:
@@ -159,14 +171,13 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
     def on_exception(self, *args: Any) -> None:
         """End the lines of the bars, so that the error begins on a line of its own."""
         self._drop()
-        for bar in (
-            self._val_progress_bar,
-            self._test_progress_bar,
-            self._predict_progress_bar,
-            self._train_progress_bar,
-        ):
-            if bar is not None:
-                bar.close()
+        for bar in self.open_bars():
+            bar.close()
+
+    def open_bars(self) -> list[Tqdm]:
+        """Return the bars that were made, the lowest on the screen first; a closed one does nothing more."""
+        bars = (self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar, self._train_progress_bar)
+        return [bar for bar in bars if bar is not None]
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
@@ -218,6 +229,31 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
             (begin, num_before), (end, num_after) = self._finished[0], self._finished[-1]
             if end > begin:
                 self._shown["tok/s"] = (num_after - num_before) / (end - begin)
+
+
+class _ClearsBars(logging.Filter):
+    """Clear the bars before a message is written, which would go on their line; their next update draws them again."""
+
+    def __init__(self, owner: FastFTProgressBar) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Clear the bars; every record passes."""
+        for bar in self._owner.open_bars():
+            if not bar.disable:
+                bar.clear()
+                bar.fp.flush()
+        return True
+
+
+def _console_handlers() -> list[logging.Handler]:
+    """Return the handlers that write messages of Lightning and of this package to a stream."""
+    names = (None, "lightning", "lightning.pytorch", "lightning_fastft")
+    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
+    found = [handler for handler in handlers if type(handler) is logging.StreamHandler]
+    # Python's handler for messages of loggers without one.
+    return [*found, *([] if logging.lastResort is None else [logging.lastResort])]
 
 
 def _short(value: float) -> str:

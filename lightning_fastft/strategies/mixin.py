@@ -20,7 +20,7 @@ from lightning_fastft.checkpoint.last import with_last
 from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume
-from lightning_fastft.checkpoint.settings import check_optimizer, check_scheduler, check_settings
+from lightning_fastft.checkpoint.settings import check_optimizer, check_scheduler, check_settings, values_of_settings
 from lightning_fastft.checkpoint.stops import RunStopped
 from lightning_fastft.core.checks import check_bool
 from lightning_fastft.core.collection import collect_after_step, collect_between_steps
@@ -358,8 +358,9 @@ class FastFTStrategyMixin(StepDownMixin):
 
     def _check_kinds(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse states of other kinds of optimizers or schedulers than this run has."""
+        settings = values_of_settings(checkpoint, self.lightning_module)
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):
-            check_optimizer(optimizer, state)
+            check_optimizer(optimizer, state, settings=settings)
         # Lightning restores schedulers last.
         for config, state in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", [])):
             check_scheduler(config.scheduler, state)

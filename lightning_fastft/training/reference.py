@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_fastft.core.errors import OptionError, ResumeError, list_names
+from lightning_fastft.core.status import Status
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.stream import PlannedStream
@@ -118,6 +119,19 @@ class ReferenceTuner(Tuner):
     @reference.setter
     def reference(self, reference: str | nn.Module | None) -> None:
         self._reference = (reference,)
+
+    def statuses(self) -> list[Status]:
+        """Return the statuses of the model, and the reference that the loss reads."""
+        statuses = super().statuses()
+        if not statuses or not self.needs_reference:
+            return statuses
+        reasons = {
+            ADAPTERS_OFF: "the same model with its trained adapters off: no memory, one more forward",
+            STORED: "log-probabilities of the model at the start of the run, stored on the host",
+        }
+        reason = reasons.get(self.reference) if isinstance(self.reference, str) else None
+        name = self.reference if isinstance(self.reference, str) else type(self.reference).__name__
+        return [*statuses, Status("reference", "active", reason or f"a second model in memory: {name}")]
 
     def configure_model(self) -> None:
         """Build the model, and the reference model where it is a second one.

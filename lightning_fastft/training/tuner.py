@@ -329,7 +329,7 @@ class Tuner(EvaluatedCausalLM):
             OptionError: Such a callback is there.
         """
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        check_early_callbacks(callbacks, has_model=self.model is not None, has_adapters=self.has_adapters)
+        check_early_callbacks(callbacks, tuner=self)
         return []
 
     def on_train_start(self) -> None:

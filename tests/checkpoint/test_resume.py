@@ -268,6 +268,20 @@ def test_other_options_of_an_optimizer_are_said_and_those_of_the_checkpoint_hold
         assert before_group.get(name) == now_group.get(name)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"weight_decay": 0.1}, {"weight_decay": 0.2}),
+        ({"optimizer": adamw(weight_decay=0.1)}, {"optimizer": adamw(weight_decay=0.2)}),
+    ],
+)
+def test_another_weight_decay_is_reported_once(before, now, tmp_path):
+    fit(tmp_path, tuner(**before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
+    with pytest.warns(UserWarning, match=r"weight_decay was 0\.1 and is 0\.2 \(the checkpoint's is used\)") as found:
+        fit(tmp_path, tuner(**now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
+    assert sum("weight_decay" in str(warning.message) for warning in found) == 1
+
+
 def one_cycle(optimizer):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=9)
 

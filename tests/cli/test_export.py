@@ -388,6 +388,31 @@ def test_biases_of_adapters_are_merged_only_into_biases(tmp_path):
     assert export.export_merged(model, tmp_path / "out", tokenizer=None).merge_difference < 1e-5
 
 
+# Its two hybrid layers share one block of attention, and each has adapters of its own.
+SHARED_BLOCK = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "num_mem_blocks": 1,
+    # Without it transformers gives each layer a block.
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("targets", [("q_proj",), ("gate_up_proj", "in_proj")])
+def test_adapters_of_a_weight_that_layers_share_are_not_merged(targets, tmp_path):
+    model = small_adapted(family="zamba2", targets=targets, sizes=SHARED_BLOCK)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"layers\.1.*{targets[0]}.*layers\.3.*{targets[0]} share one weight"
+    ):
+        export.export_merged(model, tmp_path / "out", tokenizer=None)
+    assert list(tmp_path.iterdir()) == []
+    model = small_adapted(family="zamba2", targets=("in_proj",), sizes=SHARED_BLOCK)
+    for parameter in model.parameters():
+        # Recurrent layers with weights as large as these amplify rounding.
+        parameter.data *= 0.3
+    assert export.export_merged(model, tmp_path / "out", tokenizer=None).merge_difference < 1e-5
+
+
 TIED = (
     (["embed_tokens"], {}),
     (["lm_head"], {}),

@@ -1,6 +1,9 @@
 """FastFTProgressBar: loss and tokens per second from values that have arrived, none read from the device."""
 
+import io
 import json
+import logging
+import re
 import warnings
 from unittest import mock
 
@@ -76,6 +79,35 @@ def test_an_error_begins_on_a_line_of_its_own(tmp_path, capsys, hook):
     with pytest.raises(RuntimeError, match="planted"):
         fit(tmp_path, FailsIn(tiny_llama(), hook), FastFTProgressBar())
     assert capsys.readouterr().out.endswith("\n")
+
+
+class Speaks(pl.Callback):
+    """Logs a message inside training and inside validation."""
+
+    def on_train_batch_end(self, *args):
+        logging.getLogger("lightning.pytorch.utilities").warning("said in training")
+
+    def on_validation_batch_end(self, *args):
+        logging.getLogger("lightning_fastft.monitor").warning("said in validation")
+
+
+def test_log_messages_have_lines_of_their_own(tmp_path, monkeypatch):
+    console = io.StringIO()
+    monkeypatch.setattr("sys.stdout", console)
+    handler = logging.StreamHandler(console)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_fastft")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        fit(tmp_path, PlainModule(tiny_llama()), FastFTProgressBar(), callbacks=[Speaks()])
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not handler.filters
+    text = console.getvalue()
+    for words in ("said in training", "said in validation", "`Trainer.fit` stopped"):
+        assert words in text
+        assert not re.search(rf"[^\r\n]{words}", text)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])

@@ -81,6 +81,13 @@ class TestResume:
         )
         assert_goes_on(whole, resumed, after=micro_batch // accumulate * accumulate)
 
+    @pytest.mark.parametrize(("micro_batch", "words"), [(4, "its 1 micro-batch is"), (5, "its 2 micro-batches are")])
+    def test_says_what_is_trained_again(self, tmp_path, caplog, micro_batch, words):
+        options = {"accumulate_grad_batches": 3}
+        with caplog.at_level(logging.WARNING, logger="lightning_fastft"):
+            run_and_resume(tmp_path, save={"micro_batch": micro_batch}, data={}, trainer=options)
+        assert f"{words} trained again" in caplog.text
+
     @pytest.mark.slow
     @pytest.mark.parametrize("accumulate", [1, 3])
     @pytest.mark.parametrize("save", [{"micro_batch": 9}, {"epoch": 1}])

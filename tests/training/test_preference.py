@@ -3,6 +3,7 @@
 import copy
 import csv
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ def pair_loss(tuner, chosen, rejected, ref_chosen, ref_rejected):
         "cpo": lambda: -sigmoid(beta * (chosen.sum() - rejected.sum())).log() - chosen.mean(),
         "orpo": lambda: -chosen.mean() - beta * sigmoid((odds[0] / odds[1]).log()).log(),
     }[tuner.loss]()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"lora": LORA, "reference": "adapters_off"}, "adapters off"),
+        ({"lora": LORA, "reference": "stored"}, "stored on the host"),
+        ({"reference": AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))}, "second model .*Qwen3"),
+        ({"lora": LORA, "loss": "orpo"}, None),
+    ],
+)
+def test_the_status_table_has_the_reference_that_the_loss_reads(options, reason):
+    tuner = PreferenceTuner(CONFIG, init="random", dtype="float32", **options)
+    assert tuner.statuses() == []
+    tuner.configure_model()
+    found = [status for status in tuner.statuses() if status.name == "reference"]
+    assert len(found) == (reason is not None)
+    assert all(status.state == "active" and re.search(reason, status.reason) for status in found)
 
 
 def test_a_loss_without_a_formula_is_refused():

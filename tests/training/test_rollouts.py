@@ -394,6 +394,21 @@ def test_rewards_of_a_model_are_numbers(make, dtype):
     assert found == [[2.0, -4.0]]
 
 
+@pytest.mark.parametrize(
+    ("values", "named", "other"),
+    [
+        ([1.0], r"shape \(1,\) for 2 completions", "not finite"),
+        ([1.0, float("nan")], "nan for the completion '2'", "shape"),
+    ],
+)
+def test_an_error_of_a_reward_names_what_is_wrong(values, named, other):
+    tokenizer = character_tokenizer()
+    groups = [[Sampled(tokenizer.encode("1")), Sampled(tokenizer.encode("2"))]]
+    with pytest.raises(DataError, match=named) as refused:
+        judge([{"prompt": "1+1="}], groups, rewards=[lambda **_: values], columns=[], tokenizer=tokenizer)
+    assert other not in str(refused.value)
+
+
 def test_a_second_run_samples_rounds_of_its_own(tmp_path):
     """Rollouts that are left of a round, and prompts by another tokenizer, are not those of the second run."""
     seen = []

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.estimate.costs import MeteredStep, meter_step, plan_on
+from lightning_fastft.estimate.costs import MeteredStep, meter_step
+from lightning_fastft.estimate.graph_plan import plan_step
 from lightning_fastft.estimate.meta_model import Swaps
 from lightning_fastft.packing.packs import pack_best_fit_decreasing
 from lightning_fastft.planner.plan import Plan
@@ -183,8 +184,7 @@ def _step_options(method: Method, *, length_N: np.ndarray, max_tokens: int) -> d
 
 
 def _plan(step: MeteredStep, gpu: Gpu, method: Method, *, max_tokens: int, host_bytes: int) -> Planned:
-    cost = step.costs_on(gpu)
-    plan = plan_on(gpu, cost, vram_budget_bytes=None, host_budget_bytes=host_bytes)
+    cost, plan = plan_step(step, gpu=gpu, vram_budget_bytes=None, host_budget_bytes=host_bytes)
     return Planned(method, max_tokens, cost.base_bytes, plan)
 
 

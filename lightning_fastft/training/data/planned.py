@@ -153,8 +153,8 @@ class TrainingPlan:
         if num_replayed := in_epoch % plan.accumulate:
             # No checkpoint keeps half-summed gradients: the window is trained again from its start.
             log.warning(
-                "The checkpoint is inside an accumulation window; its %d micro-batches are trained again.",
-                num_replayed,
+                "The checkpoint is inside an accumulation window; its %s trained again.",
+                "1 micro-batch is" if num_replayed == 1 else f"{num_replayed} micro-batches are",
             )
             take_back_batches(trainer, num_replayed)
         return position - num_replayed

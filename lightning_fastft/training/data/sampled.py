@@ -69,10 +69,16 @@ def judge(
                 f"The reward {name} must return a list of numbers, one for each completion. What it returned cannot "
                 f"be read as numbers: {error}"
             ) from error
-        if values.shape != total.shape or not np.isfinite(values).all():
+        if values.shape != total.shape:
             raise DataError(
-                f"The reward {name} returned an array of shape {values.shape} for {len(texts)} completions, or a "
-                "number that is not finite; it must return one finite number for each."
+                f"The reward {name} returned an array of shape {values.shape} for {len(texts)} completions; it must "
+                "return one finite number for each."
+            )
+        wrong = np.flatnonzero(~np.isfinite(values))
+        if len(wrong):
+            raise DataError(
+                f"The reward {name} returned {values[wrong[0]]} for the completion {texts[wrong[0]]!r:.200}; it must "
+                "return one finite number for each."
             )
         total += values
     ends = np.cumsum([len(group) for group in groups])

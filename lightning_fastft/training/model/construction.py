@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BaseFinetuning,
     Callback,
     ModelPruning,
@@ -90,17 +91,18 @@ def check_averaging(
     return averaging
 
 
-def check_early_callbacks(callbacks: Iterable[Callback], *, has_model: bool, has_adapters: bool) -> None:
+def check_early_callbacks(callbacks: Iterable[Callback], *, tuner: CausalLMModule) -> None:
     """Refuse Lightning's callbacks that change the parameters of a module in ``setup``, before its model is built.
 
     Args:
         callbacks: The callbacks of the Trainer.
-        has_model: Whether the module has its model by then.
-        has_adapters: Whether adapters are trained.
+        tuner: The module, which may have no model yet.
 
     Raises:
         OptionError: Such a callback is there.
     """
+    # A property may read the model, which is not there yet.
+    has_backbone = hasattr(type(tuner), "backbone") or hasattr(tuner, "backbone")
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, ModelPruning):
@@ -108,13 +110,19 @@ def check_early_callbacks(callbacks: Iterable[Callback], *, has_model: bool, has
                 f"{name} masks weights in hooks of their layers, which are not there yet and which fused layers do not "
                 "run. Remove it, and prune the model before or after training."
             )
-        if isinstance(callback, BaseFinetuning) and has_adapters:
+        if isinstance(callback, BaseFinetuning) and tuner.has_adapters:
             raise OptionError(
                 f"{name} would freeze and train weights of the base, and checkpoints of adapters do not hold those. "
                 "Remove it, name the layers in lora={'target_modules': ...} or {'modules_to_save': ...}, or train all "
                 "weights without lora."
             )
-        if isinstance(callback, BaseFinetuning) and not has_model:
+        if isinstance(callback, BackboneFinetuning) and not has_backbone:
+            raise OptionError(
+                f"{name} freezes and trains pl_module.backbone, and this module has no attribute backbone. Use a "
+                "subclass of BaseFinetuning that freezes and unfreezes layers of pl_module.model, or give a subclass "
+                "of the tuner a property backbone."
+            )
+        if isinstance(callback, BaseFinetuning) and tuner.model is None:
             raise OptionError(
                 f"{name} freezes parameters before the model is built, so it would freeze none. Build the model first "
                 "and give it: FineTuner(AutoModelForCausalLM.from_pretrained(...))."

@@ -160,6 +160,31 @@ def test_layers_of_a_built_model_can_be_frozen_by_a_callback(tmp_path):
     assert not any("layers.0." in name for name in moved)
 
 
+class WithBackbone(FineTuner):
+    """Names its layers for BackboneFinetuning."""
+
+    @property
+    def backbone(self):
+        return self.model.model.layers
+
+
+def test_backbone_finetuning_needs_an_attribute_backbone(tmp_path):
+    def built(tuner_class):
+        return tuner_class(AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)), learning_rate=1e-2)
+
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=9)
+    with pytest.raises(OptionError, match=r"attribute backbone.*pl_module\.model"):
+        fit(built(FineTuner), tmp_path, callbacks=[callback], max_epochs=1)
+    with pytest.raises(OptionError, match="before the model is built"):
+        fit(WithBackbone(CONFIG, init="random"), tmp_path, callbacks=[callback], max_epochs=1)
+    module = built(WithBackbone)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    fit(module, tmp_path, callbacks=[callback], max_epochs=1)
+    moved = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved
+    assert not any("layers." in name for name in moved)
+
+
 def test_averages_in_bf16_are_refused(tmp_path):
     # Most of their steps are too small for its digits.
     with pytest.raises(OptionError, match=r"EMAWeightAveraging.*bfloat16"):
