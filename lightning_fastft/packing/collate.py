@@ -240,6 +240,7 @@ def collate(
         context.completions = _join_completions(documents, parts, context=context)
     inputs = [document.image_inputs for document in documents if document.image_inputs is not None]
     context.spans = _join_spans(documents, context=context)
+    context.position_lengths = _find_position_lengths(documents, lengths=context.lengths)
     return PackedBatch(
         input_id_T=input_id_T,
         context=context,
@@ -341,6 +342,17 @@ def _join_positions(documents: Sequence[Document], *, position_T: torch.Tensor) 
             position_AT[:, start:end] = document.image_inputs.position_AT
         start = end
     return position_AT
+
+
+def _find_position_lengths(documents: Sequence[Document], *, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the largest position of each document of the pack plus 1, which is not its length if images have positions
+    on several axes. Such a pack has one document for each of these, and then pad documents.
+    """
+    found = list(lengths)
+    for number, document in enumerate(documents):
+        if document.image_inputs is not None and document.image_inputs.position_AT is not None:
+            found[number] = int(document.image_inputs.position_AT.max()) + 1
+    return tuple(found)
 
 
 def _concatenate(documents: Sequence[Part], *, num_tokens: int, pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,6 +54,7 @@ class BatchContext:
     Attributes:
         num_tokens: Tokens of the pack, T.
         num_documents: Documents of the pack, S, pad documents included.
+        position_lengths: Largest position of each document plus 1: its length, or less with images under M-RoPE.
         max_length: Tokens of the longest document, its prefix included.
         max_own_length: Tokens of the longest document without its prefix.
         sum_squared_lengths: Twice the pairs of query and key: sum of length x (length + 2 x length of the prefix).
@@ -125,6 +126,7 @@ class BatchContext:
         self.num_pad_tokens = num_pad_tokens
         self.num_documents = int(length_S.numel())
         self.lengths: tuple[int, ...] = tuple(length_S.tolist())
+        self.position_lengths = self.lengths
         self.max_length = int((prefix_length_S + length_S).max())
         self.max_own_length = int(length_S.max())
         self.sum_squared_lengths = int((length_S * (length_S + 2 * prefix_length_S)).sum())

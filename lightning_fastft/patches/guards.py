@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -25,8 +26,8 @@ _MEDIA_KEYWORDS = ("pixel_values", "image", "video", "audio", "input_features")
 def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
     """Check each forward of a model on a packed batch.
 
-    Every attention layer and mixer must read the context. Images must have M-RoPE positions if the model uses them. No
-    attention scale may depend on positions in the pack.
+    Every attention layer and mixer must read the context. Images must have M-RoPE positions if the model uses them, and
+    a model of text gets none. No attention scale may depend on positions in the pack.
 
     Returns:
         The guard that counts context reads.
@@ -39,6 +40,8 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
     _hook(decoder, patcher, before=guard.begin, after=guard.end)
     if _has_media_positions(model):
         _hook(model.base_model, patcher, before=_refuse_media)
+    if not _takes_media(model):
+        _hook(model.base_model, patcher, before=_refuse_unread_media)
     if image_directions(model.config) != "causal":
         _hook(model.base_model, patcher, before=_refuse_causal_images)
     scales = [
@@ -156,6 +159,26 @@ def _refuse_prefixes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             f"{type(module).__name__} has recurrent mixers, and the pack has completions that share a prompt; mixers "
             "cannot continue its state. Set PackedDataModule(share_prompts=False), or collate(..., "
             "shares_prompts=False): each completion then gets a copy of its prompt."
+        )
+
+
+def _takes_media(model: PreTrainedModel) -> bool:
+    """Return whether a model has an argument for images, videos or audio."""
+    return any(
+        name.startswith(_MEDIA_KEYWORDS)
+        for module in (model, model.base_model)
+        for name in inspect.signature(type(module).forward).parameters
+    )
+
+
+def _refuse_unread_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on images, videos and audio, in a forward pre-hook of a model of text, which drops unknown keywords."""
+    media = [name for name, value in kwargs.items() if value is not None and name.startswith(_MEDIA_KEYWORDS)]
+    if media and isinstance(kwargs.get("context"), BatchContext):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} got {', '.join(media)} with a packed batch and has no image tower, so it would "
+            "read image tokens as text. Take a model with images (as teacher, one that takes those of the student), or "
+            "train on text."
         )
 
 

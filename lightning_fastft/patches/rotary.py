@@ -89,7 +89,8 @@ class DocumentRotary:
         config = self._rotary.config.rope_parameters
         limit = int((config if layer_type is None else config[layer_type])["original_max_position_embeddings"])
         self._check_prefixes(context, limit=limit)
-        num_long = sum(length > limit for length in context.lengths)
+        # The limit is one of positions, as in transformers. Images under M-RoPE have fewer positions than tokens.
+        num_long = sum(length > limit for length in context.position_lengths)
         # The model's formula may use the largest position itself (phimoe scales by it). The clamp changes no position
         # of a short document.
         positions = position_ids if num_long == context.num_documents else position_ids.clamp(max=limit - 1)
@@ -101,7 +102,9 @@ class DocumentRotary:
         )
         if num_long in (0, context.num_documents):
             return long() if num_long else short()
-        is_long_T1 = (context.start_S1.diff() > limit)[context.document_T][:, None]
+        # From pageable memory, so this is no host sync.
+        is_long_S = torch.tensor(context.position_lengths).to(x.device, non_blocking=True) > limit
+        is_long_T1 = is_long_S[context.document_T][:, None]
         return _map(lambda of_long, of_short: torch.where(is_long_T1, of_long, of_short), long(), short())
 
     def _check_prefixes(self, context: BatchContext, *, limit: int) -> None:
@@ -120,14 +123,15 @@ class DocumentRotary:
         self._check_prefixes(context, limit=limit)
         whole = self._angles(x, position_ids, layer_type, self._attribute("original_inv_freq", layer_type))
         ends = itertools.accumulate(context.lengths)
-        spans = [(end - length, end) for length, end in zip(context.lengths, ends) if length > limit]
+        documents = zip(context.lengths, context.position_lengths, ends)
+        spans = [(end - length, end, longest) for length, longest, end in documents if longest > limit]
         if not spans:
             return whole
         # One small copy for all documents from pageable memory, which the driver stages, so this is no host sync.
-        table = torch.stack([self._dynamic_inv_freq(end - begin, layer_type) for begin, end in spans]).to(
+        table = torch.stack([self._dynamic_inv_freq(longest, layer_type) for _, _, longest in spans]).to(
             x.device, non_blocking=True
         )
-        for (begin, end), inv_freq in zip(spans, table):
+        for (begin, end, _), inv_freq in zip(spans, table):
             own = self._angles(x, position_ids[..., begin:end], layer_type, inv_freq)
             _map(functools.partial(_write_rows, begin=begin), whole, own)
         return whole

@@ -176,6 +176,21 @@ def test_videos_are_refused_with_positions_of_images_too():
         model(**batch, **MEDIA, pixel_values_videos=MEDIA["pixel_values"], video_grid_thw=MEDIA["image_grid_thw"])
 
 
+# The text part of Qwen3.5 has M-RoPE, too.
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_model_of_text_refuses_images_which_it_would_drop(is_adapted, name):
+    model, batch = build_tiny(name), make_batch()
+    if is_adapted:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    install_packed_training(model, patcher := ModelPatcher())
+    assert model(**make_batch(), pixel_values=None).loss.isfinite()
+    with pytest.raises(UnsupportedModelError, match="no image tower"):
+        model(**{**batch, "position_ids": batch["position_ids"].expand(3, 1, -1), **MEDIA})
+    patcher.undo()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_images_without_a_packed_batch_are_served():
     model = tiny_qwen2_vl()
     install_packed_training(model, ModelPatcher())

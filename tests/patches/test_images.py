@@ -13,6 +13,8 @@ from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.patches.packed import install_packed_training
+from lightning_fastft.patches.rotary import forget_lengths
+from tests.support import vision
 from tests.support.packs import assert_close, summed_loss, take_gradients
 from tests.support.vision import bare, build_processor, build_vision_model, make_rows
 
@@ -54,10 +56,11 @@ class Family:
             for document in self.documents
         ]
 
-    def run_alone(self, model, *, num_items):
+    def run_alone(self, model, *, num_items, before=lambda model: None):
         """The summed loss, with gradients left in the parameters, by the processor's own outputs."""
         total = 0.0
         for row, images, document in zip(self.rows, self.images, self.documents):
+            before(model)
             text = self.processor.apply_chat_template(bare(row), tokenize=False)
             inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
             assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
@@ -224,6 +227,26 @@ def test_positions_of_a_text_in_a_pack_with_images_are_those_of_text(qwen):
     moved = batch.to("meta")
     assert moved["pixel_values"].device.type == moved["position_ids"].device.type == "meta"
     assert collate(documents[:1])["position_ids"].shape == (1, length)
+
+
+# The second document has 27 tokens and 25 positions. The limit is between both, or below both.
+@pytest.mark.parametrize("limit", [25, 15])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_scaling_by_length_counts_the_positions_of_images(monkeypatch, kind, limit):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)]} if kind == "longrope" else {}
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": limit, **factors}
+    monkeypatch.setattr(vision, "SECTIONS", {**vision.SECTIONS, **scaling})
+    monkeypatch.setattr(vision, "TEXT", {**vision.TEXT, "max_position_embeddings": limit})
+    family = Family("qwen2_5_vl")
+    model = family.build()
+    documents = family.prepared(model.config)
+    num_positions, num_tokens = int(documents[1].image_inputs.position_AT.max()) + 1, len(documents[1].input_ids)
+    assert 15 < num_positions <= 25 < num_tokens
+    loss, gradients, batch = run_packed(model, documents)
+    assert batch.context.position_lengths[1] == num_positions
+    truth = family.run_alone(model, num_items=batch.context.num_items, before=forget_lengths)
+    assert_close(loss, truth)
+    assert_close(gradients, take_gradients(model))
 
 
 def test_families_whose_images_are_not_served_are_refused_by_name():
