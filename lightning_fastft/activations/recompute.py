@@ -40,7 +40,7 @@ def recompute_in_backward(function: Callable[..., Any], *args: Any) -> Any:
     recompute = _Recompute(
         function,
         args=[_TENSOR if torch.is_tensor(arg) else arg for arg in args],
-        holder=_Inputs.apply(torch.empty((), requires_grad=True), *tensors),
+        holder=_Inputs.apply(torch.empty(0, requires_grad=True), *tensors),
         autocast=_read_autocast(tensors),
     )
     with torch.autograd.graph.saved_tensors_hooks(recompute.pack, recompute.unpack):
