@@ -252,8 +252,9 @@ def _to_png(image: Any) -> bytes:
 def decode_image(image: ImageFile) -> Image:
     """Return the decoded image in RGB: upright, as its EXIF orientation says, and on white where it is transparent.
 
-    So do load_image and the image processors of transformers, and the Image feature of datasets. Unlike them, it scales
-    images of 16 bits and of floats in [0, 1] to 8 bits; PIL would clip them.
+    Upright is as in load_image of transformers and the Image feature of datasets, white as in the image processors of
+    transformers (load_image drops transparency). Unlike them, it scales images of 16 bits and of floats in [0, 1] to 8
+    bits; PIL would clip them.
 
     Raises:
         MissingDependencyError: Pillow is not installed.
