@@ -73,7 +73,7 @@ class ImageEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of the settings that decide the number of tokens of an image."""
+        """Return a digest of the settings that decide the tokens and the inputs of an image."""
         given: Any = self._given
         if hasattr(given, "processor_settings"):
             settings = given.processor_settings()

@@ -220,13 +220,16 @@ class DistillationTuner(Tuner):
         if self.top_k is None and self._teacher_head is None:
             self._teacher_head = self._load_head()
 
-    def _find_dataset(self, split: str) -> TokenizedDataset | None:
+    def _find_data(self) -> PackedDataModule:
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, PackedDataModule):
             raise OptionError("store numbers the examples of a PackedDataModule: give one to the Trainer.")
         if data.is_streamed:
             raise OptionError("store numbers the examples of data that is read whole. Leave store or streaming out.")
-        subset = data.subset(split)
+        return data
+
+    def _find_dataset(self, split: str) -> TokenizedDataset | None:
+        subset = self._find_data().subset(split)
         dataset = None if subset is None else subset.documents
         assert dataset is None or isinstance(dataset, TokenizedDataset)
         return dataset
@@ -242,7 +245,7 @@ class DistillationTuner(Tuner):
         else:
             key |= {"top_k": self.top_k, "temperature": self.temperature}
         store = TeacherStore(
-            Path(self.store), key=key, witnesses=self._witnesses(), num_labelled_N=dataset.num_labelled_N
+            Path(self.store), key=key, witnesses=self._witnesses(dataset), num_labelled_N=dataset.num_labelled_N
         )
         if not store.is_written:
             if self.is_sharded:
@@ -265,16 +268,20 @@ class DistillationTuner(Tuner):
 
         return digest_tensors(teacher, is_trained_too=True)
 
-    def _witnesses(self) -> dict[str, str]:
-        """Return digests of the teacher's files and of the student's tokens, as far as they are there."""
+    def _witnesses(self, dataset: TokenizedDataset) -> dict[str, str]:
+        """Return digests of the teacher's files, of the student's tokens and, if a data set has images, of what makes
+        inputs of them, as far as these are there.
+        """
         from lightning_fastft.hf.base_digest import digest_files
 
         (teacher,) = self._teacher
         files = sorted(Path(teacher).glob("*.safetensors")) if isinstance(teacher, str) else []
         tokens = None if self.tokenizer is None else sorted(self.tokenizer.get_vocab().items())
+        encoder = None if dataset.images is None else self._find_data().image_encoder
         return {
             "the teacher in its folder": digest_files(files) if files else "",
             "the tokenizer": "" if tokens is None else hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+            "the processor of images": "" if encoder is None else encoder.fingerprint,
         }
 
     def _write_store(self, store: TeacherStore, split: str) -> None:

@@ -1,6 +1,7 @@
 """Images through the three ways in: FineTuner, a LightningModule of the user, and the command line."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.cli.lightning_cli import FastFTCLI
-from lightning_fastft.core.errors import NotTrainingError, OptionError, UnsupportedModelError
+from lightning_fastft.core.errors import DataError, NotTrainingError, OptionError, UnsupportedModelError
 from lightning_fastft.hf.lora import add_adapters, parse_lora
 from lightning_fastft.strategies.registry import register_strategies
+from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.training_parts import PlainModule, quiet_data, quiet_trainer
 from tests.support.two_ranks import run_two_ranks
@@ -182,6 +184,26 @@ def test_images_of_a_family_that_is_not_served_stop_before_the_first_step(tmp_pa
         quiet_trainer(tmp_path, strategy="fastft", max_steps=1).fit(
             module, open_data([chat([make_image(0, 16, 16), "what"], "four")])
         )
+
+
+def test_a_store_of_a_teacher_knows_the_processor_of_its_images(folder, rows, tmp_path):
+    """Other pixels make as many tokens, so that the data looks the same."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    (file,) = (path for path in other.glob("*processor_config.json") if "image_mean" in path.read_text())
+    content = json.loads(file.read_text())
+    content.get("image_processor", content)["image_mean"] = [0.1, 0.2, 0.3]
+    file.write_text(json.dumps(content))
+
+    def fit(student):
+        tuner = DistillationTuner(
+            str(student), teacher=str(folder), lora={"r": 2}, store=str(tmp_path / "store"), top_k=8, learning_rate=1e-2
+        )
+        quiet_trainer(tmp_path / "run", strategy="fastft", max_steps=1).fit(tuner, open_data(str(rows)))
+
+    fit(folder)
+    fit(folder)
+    with pytest.raises(DataError, match="the processor of images has changed since it was written"):
+        fit(other)
 
 
 def test_positions_without_a_model_are_asked_for():
