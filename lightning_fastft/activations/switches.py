@@ -12,7 +12,7 @@ from torch import nn
 _ADAPTER_NAMES = ("_active_adapter", "_disable_adapters", "scaling")
 _NAMES = (*_ADAPTER_NAMES, "training")
 
-State = list[tuple[Any, ...]]
+State = list[Any]
 
 
 class Switches:
@@ -40,11 +40,13 @@ class Switches:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [module for module in modules if _has_switch(module)]
+        self._switches = [
+            (module, name) for module in modules if _has_switch(module) for name in _NAMES if hasattr(module, name)
+        ]
 
     def read(self) -> State:
         """Return the present values."""
-        return [tuple(_copy(getattr(module, name, None)) for name in _NAMES) for module in self._modules]
+        return [_copy(getattr(module, name)) for module, name in self._switches]
 
     @contextmanager
     def set_to(self, state: State) -> Iterator[None]:
@@ -55,8 +57,7 @@ class Switches:
             return
         moved = [
             (module, name, value, getattr(module, name))
-            for module, values, others in zip(self._modules, state, present)
-            for name, value, other in zip(_NAMES, values, others)
+            for (module, name), value, other in zip(self._switches, state, present)
             if value != other
         ]
         for module, name, value, _ in moved:
