@@ -35,23 +35,28 @@ def longrope(half_width, **more):
     }
 
 
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
 def build_minicpm3():
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "minicpm3",
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=40,
+        **SIZES,
         num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=16,
         kv_lora_rank=16,
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,
         v_head_dim=8,
-        max_position_embeddings=64,
-        pad_token_id=0,
         rope_parameters=longrope(4, factor=4.0),
         dim_model_base=32,
         scale_emb=2,
@@ -64,16 +69,11 @@ def build_granite_swa():
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "granite_swa",
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=40,
+        **SIZES,
         num_hidden_layers=3,
-        num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
         sliding_window=5,
         layer_rope_theta=[10000.0, 500.0, 0],
-        pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
         rope_parameters=longrope(4, factor=4.0),

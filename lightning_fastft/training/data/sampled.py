@@ -90,6 +90,6 @@ def _to_numbers(found: Any) -> np.ndarray:
     if isinstance(found, torch.Tensor):
         return found.detach().to("cpu", torch.float64).numpy()
     if isinstance(found, (list, tuple)):
-        tensors = [value.reshape(-1).tolist() if isinstance(value, torch.Tensor) else [value] for value in found]
-        found = [value[0] if len(value) == 1 else value for value in tensors]
+        lists = [value.reshape(-1).tolist() if isinstance(value, torch.Tensor) else [value] for value in found]
+        found = [values[0] if len(values) == 1 else values for values in lists]
     return np.asarray(found, dtype=np.float64)
