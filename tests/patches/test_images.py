@@ -81,8 +81,8 @@ def qwen():
     return Family("qwen2_5_vl")
 
 
-def run_packed(model, documents, *, checkpointing=None, fuses=False):
-    batch = collate(documents, pad_to=sum(len(document.input_ids) for document in documents) + 5)
+def run_packed(model, documents, *, num_pad=5, checkpointing=None, fuses=False):
+    batch = collate(documents, pad_to=sum(len(document.input_ids) for document in documents) + num_pad)
     patcher = ModelPatcher()
     try:
         installed = install_packed_training(model, patcher, checkpointing=checkpointing)
@@ -229,21 +229,26 @@ def test_positions_of_a_text_in_a_pack_with_images_are_those_of_text(qwen):
     assert collate(documents[:1])["position_ids"].shape == (1, length)
 
 
-# The second document has 27 tokens and 25 positions. The limit is between both, or below both.
-@pytest.mark.parametrize("limit", [25, 15])
+# The second document has 27 tokens and 25 positions. The limit is between both, or below both. Alone in its pack it
+# makes all documents longer than the limit in tokens, and none in positions.
+@pytest.mark.parametrize(("limit", "is_alone"), [(25, False), (15, False), (25, True)])
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_scaling_by_length_counts_the_positions_of_images(monkeypatch, kind, limit):
+def test_rotary_scaling_by_length_counts_the_positions_of_images(monkeypatch, kind, limit, is_alone):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)]} if kind == "longrope" else {}
     scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": limit, **factors}
     monkeypatch.setattr(vision, "SECTIONS", {**vision.SECTIONS, **scaling})
     monkeypatch.setattr(vision, "TEXT", {**vision.TEXT, "max_position_embeddings": limit})
     family = Family("qwen2_5_vl")
+    place = 0 if is_alone else 1
+    if is_alone:
+        family.rows, family.images, family.documents = family.rows[1:2], family.images[1:2], family.documents[1:2]
     model = family.build()
     documents = family.prepared(model.config)
-    num_positions, num_tokens = int(documents[1].image_inputs.position_AT.max()) + 1, len(documents[1].input_ids)
+    image = documents[place]
+    num_positions, num_tokens = int(image.image_inputs.position_AT.max()) + 1, len(image.input_ids)
     assert 15 < num_positions <= 25 < num_tokens
-    loss, gradients, batch = run_packed(model, documents)
-    assert batch.context.position_lengths[1] == num_positions
+    loss, gradients, batch = run_packed(model, documents, num_pad=0 if is_alone else 5)
+    assert batch.context.position_lengths[place] == num_positions
     truth = family.run_alone(model, num_items=batch.context.num_items, before=forget_lengths)
     assert_close(loss, truth)
     assert_close(gradients, take_gradients(model))
