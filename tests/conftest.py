@@ -17,6 +17,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Calls of kernels inside the package validate their arguments here too.
 os.environ.setdefault("FASTFT_CHECK_KERNELS", "1")
+# Otherwise a deprecated call of the package fails only where no earlier test of the process made it.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "all")
 
 import pytest
 import torch

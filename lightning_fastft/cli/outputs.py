@@ -143,7 +143,7 @@ class SaveConfig(SaveConfigCallback):
             if trainer.is_global_zero and not self.save_to_log_dir:
                 get_filesystem(folder).makedirs(folder, exist_ok=True)
                 place = os.path.join(folder, self.config_filename)
-                self.parser.save(self.config, place, skip_none=False, overwrite=True, multifile=self.multifile)
+                self.parser.save(self.config, place, skip_unset=False, overwrite=True, multifile=self.multifile)
         super().setup(trainer, pl_module, stage)
 
     def _find_place(self, folder: Path) -> None:
