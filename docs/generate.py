@@ -91,6 +91,15 @@ def write_support() -> str:
         judged = (packed, kernels or NO, _judge_fusion(model), _judge_experts(model), _judge_nf4(model))
         lines.append(f"| {family} | {' | '.join(judged)} |")
     lines += [
+        "\n**Formats of checkpoints.** safetensors files in fp32, bf16 or fp16; in NF4 of bitsandbytes; in fp8 "
+        "with scales per block",
+        "(DeepSeek, Qwen, MiniMax) or in MXFP4 (gpt-oss). The last two have no backward in transformers 5.17, so they "
+        "are dequantised when they are",
+        "read. `quantization='nf4'` quantises them again; it takes host memory for the model in bf16. transformers "
+        "cannot dequantise a weight",
+        "whose last block is smaller than the others, as DeepSeek V3 has them: it is refused. GPTQ, AWQ and others "
+        "need the package that",
+        "transformers names, and are not tested.",
         "\nThe option `attention` chooses one of the kernels in a row: our own (tiled: Hopper, heads of 64 or 128 "
         "columns),",
         "flash varlen, cuDNN, FlexAttention, torch's SDPA, or plain PyTorch. The table that `fit` logs shows which one",

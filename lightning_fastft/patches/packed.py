@@ -29,6 +29,7 @@ from lightning_fastft.hf.families import (
     find_compiled,
     find_other_models,
 )
+from lightning_fastft.hf.loading.packed_weights import refuse_forward_only
 from lightning_fastft.hf.lora_refusals import refuse_invoked_adapters
 from lightning_fastft.hf.sharding.gathered import gathered_weights
 from lightning_fastft.mixers.install import install_mixers
@@ -80,7 +81,8 @@ def install_packed_training(
         The statuses, also for a module without a transformers model, and the decoder layers.
 
     Raises:
-        UnsupportedModelError: A family or an adapter cannot be packed exactly; nothing was changed.
+        UnsupportedModelError: A family or an adapter cannot be packed exactly, or a model's weights are in a format
+            without a backward; nothing was changed.
         OptionError: The models recompute activations already, and the policy is "keep"; or torch.compile compiles a
             whole model, and the policy offloads.
 
@@ -89,6 +91,8 @@ def install_packed_training(
     """
     models = find_causal_models(root)
     refuse_invoked_adapters(root)
+    for _, model in models:
+        refuse_forward_only(model)
     _keep_nf4_layout(root, patcher)
     if attention == ONE_BY_ONE:
         return _install_one_by_one(models, patcher, checkpointing=checkpointing)

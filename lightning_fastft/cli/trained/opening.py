@@ -309,6 +309,7 @@ def _open_adapters(request: Request) -> Opened:
     """Build the base model of a PEFT folder and add the adapters."""
     from lightning_fastft.hf.export import open_adapters, read_base_name
     from lightning_fastft.hf.generation import add_stop, read_stops
+    from lightning_fastft.hf.loading.packed_weights import quantization_method
     from lightning_fastft.hf.loading.source import read_stop_ids
     from lightning_fastft.training.fine_tuner import FineTuner
 
@@ -325,8 +326,9 @@ def _open_adapters(request: Request) -> Opened:
     has_own = (request.source / "tokenizer_config.json").is_file()
     tokenizer = request.tokenizer or (str(request.source) if has_own else None)
     base = FineTuner(name, revision=revision, tokenizer=tokenizer, dtype=dtype).to(request.device)  # type: ignore[arg-type]
-    is_quantised = _is_bnb(base)
-    if request.is_merged and is_quantised:
+    assert base.source is not None
+    method = quantization_method(base.source.config)
+    if request.is_merged and method == "bitsandbytes":
         _register_dequantise(base, dtype)
     base.configure_model()
     module = FineTuner(open_adapters(base.model, request.source), tokenizer=base.tokenizer)
@@ -334,7 +336,7 @@ def _open_adapters(request: Request) -> Opened:
     for token in set(read_stops(request.source)).difference(read_stop_ids(base.model.generation_config.eos_token_id)):
         module.answer_end = token
         base.model.generation_config = add_stop(base.model.generation_config, token)
-    weights = "dequantised from 4 bits" if is_quantised else "as its files hold them"
+    weights = "as its files hold them" if method is None else f"dequantised ({method})"
     notes = [f"merged into the weights of {name} {weights}, in {dtype}"] if request.is_merged else []
     return _finish(module, notes, record={}, source=base.source)
 
@@ -368,14 +370,6 @@ def _register_dequantise(module: FineTuner, dtype: str) -> None:
     from lightning_fastft.hf.export import dequantise
 
     module.register_transform("dense weights to merge into", partial(dequantise, dtype=DTYPES[dtype]))
-
-
-def _is_bnb(module: FineTuner) -> bool:
-    """Return whether the files of a base are quantised by bitsandbytes."""
-    assert module.source is not None
-    held = getattr(module.source.config, "quantization_config", None) or {}
-    method = held.get("quant_method") if isinstance(held, dict) else getattr(held, "quant_method", None)
-    return str(getattr(method, "value", method)) in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 
 
 def _dtype_of(state_dict: dict[str, torch.Tensor]) -> str:

@@ -1,10 +1,9 @@
-"""Initialise a model at random, block by block on its device."""
+"""Build a model block by block on its device, with random weights or given ones."""
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError, list_names
 from lightning_fastft.hf.dtypes import default_dtype, seeded
+from lightning_fastft.hf.loading.packed_weights import without_quantization
 from lightning_fastft.hf.loading.source import auto_class
 
 if TYPE_CHECKING:
@@ -24,12 +24,17 @@ def initialise(
     device: torch.device,
     dtype: torch.dtype,
     quantization_config: Any,
-    seed: int,
     home: torch.device,
+    seed: int = 0,
+    values: Mapping[str, torch.Tensor] | None = None,
 ) -> PreTrainedModel:
-    """Return a model with random weights: each block is built and quantised on the device, then moved to its home."""
+    """Return a model whose blocks are each built and quantised on the device, then moved to their home.
+
+    Its weights are random, or those of values: parameters and buffers by name, of a model with the same configuration
+    that is not quantised.
+    """
     with torch.device("meta"):
-        model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
+        model = auto_class(config).from_config(without_quantization(config), dtype=dtype)
     quantizer = None
     if quantization_config is not None:
         from transformers.quantizers import AutoHfQuantizer
@@ -41,7 +46,8 @@ def initialise(
     tied = set(model.all_tied_weights_keys)
     finish = functools.partial(_finish, is_quantised=quantizer is not None, home=home)
     with seeded(seed, device=device), torch.no_grad():
-        _materialise(model, name="", owner=model, tied=tied, device=device, finish=finish, is_inside=False)
+        fill = functools.partial(_fill, values=values, device=device)
+        _materialise(model, name="", owner=model, tied=tied, fill=fill, finish=finish, is_inside=False)
         finish(model)
     model.tie_weights()
     _move(model, home)
@@ -64,12 +70,12 @@ def _materialise(
     name: str,
     owner: Any,
     tied: set[str],
-    device: torch.device,
+    fill: Callable[..., None],
     finish: Callable[[nn.Module], None],
     is_inside: bool,
 ) -> None:
-    """Give a module and its descendants real, initialised tensors, children first, and finish each complete block, and
-    each leaf that is not inside of one.
+    """Fill a module and its descendants, children first, and finish each complete block, and each leaf that is not
+    inside of one.
     """
     from transformers import PreTrainedModel
 
@@ -83,26 +89,43 @@ def _materialise(
             name=prefix + child_name,
             owner=owner,
             tied=tied,
-            device=device,
+            fill=fill,
             finish=finish,
             is_inside=is_inside or is_list,
         )
         is_leaf = next(child.children(), None) is None
         if is_list or (is_leaf and not is_inside):
             finish(child)
+    fill(module, prefix=prefix, owner=owner, tied=tied)
+
+
+def _fill(
+    module: nn.Module,
+    *,
+    prefix: str,
+    owner: Any,
+    tied: set[str],
+    values: Mapping[str, torch.Tensor] | None,
+    device: torch.device,
+) -> None:
+    """Give a module's own tensors that are on the meta device their values, or initialise them without values."""
+
+    def place(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        if values is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return values[prefix + key].detach().to(device)
+
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.device.type == "meta" and prefix + key not in tied:
-            real = nn.Parameter(
-                torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
-                requires_grad=parameter.requires_grad,
-            )
+            real = nn.Parameter(place(key, parameter), requires_grad=parameter.requires_grad)
             # bitsandbytes keeps the options of the later quantisation as attributes of its meta parameter.
             real.fastft_options = dict(parameter.__dict__)  # type: ignore[attr-defined]
             module._parameters[key] = real
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.device.type == "meta":
-            module._buffers[key] = torch.empty_like(buffer, device=device)
-    owner._init_weights(module)
+            module._buffers[key] = place(key, buffer)
+    if values is None:
+        owner._init_weights(module)
 
 
 def _finish(block: nn.Module, *, is_quantised: bool, home: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,11 +14,18 @@ from lightning_fastft.core.extras import pip_line
 from lightning_fastft.hf.dtypes import default_dtype
 from lightning_fastft.hf.loading.finite_weights import check_finite, refuse_not_finite
 from lightning_fastft.hf.loading.initialisation import initialise
+from lightning_fastft.hf.loading.packed_weights import (
+    check_scales,
+    dequantised_format,
+    dequantising,
+    quantization_method,
+    save_as_dense,
+)
 from lightning_fastft.hf.loading.safe_files import check_headers
 from lightning_fastft.hf.loading.source import ModelSource, auto_class, refuse_adapters, weight_files
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def build_model(
@@ -32,7 +40,7 @@ def build_model(
     """Return the model on its device: read from safetensors and verified, or initialised from its configuration.
 
     Args:
-        source: Where the model comes from.
+        source: Where the model comes from. Files in fp8 and MXFP4 are read dequantised.
         device: Device that quantises, and draws random weights; and that of every tensor without another home.
         dtype: Dtype of all floating tensors that are not quantised.
         quantization: "nf4" holds every linear layer but the head, and every stack of experts, in NF4 with doubly
@@ -47,14 +55,14 @@ def build_model(
     Raises:
         DataError: Weights are missing, unexpected, of another shape, or not finite; the message names the tensors. Or a
             weight file is broken, or is not a safetensors file as the others are.
-        MissingDependencyError: quantization needs bitsandbytes and it is not installed.
-        OptionError: quantization="nf4" for a checkpoint in MXFP4, which is read dequantised.
+        MissingDependencyError: A package is not installed that quantization or the format of the files needs.
+        UnsupportedModelError: The files hold weights in fp8 in blocks that transformers cannot dequantise.
 
     Cost:
         One read of the weights, one reduction over them on the device and one host sync (two if they are quantised).
         A random model is built block by block: peak memory is the finished model plus one block. With another home the
         device holds one tensor at a time, of a random model one block; the home holds the finished model and the
-        tensor that is read.
+        tensor that is read. NF4 of files in fp8 or MXFP4 takes host memory for the model in dtype.
 
     Source:
         NF4 and double quantisation: QLoRA, arXiv 2305.14314, through bitsandbytes.
@@ -75,12 +83,24 @@ def build_model(
             )
         else:
             # First, because it says what to do if there is no such model.
-            held = getattr(source.config, "quantization_config", None)
+            is_quantised = quantization_method(source.config) is not None
             _refuse_adapters(source)
-            check_headers(weight_files(source), name=source.name, is_quantised=held is not None)
-            model = _read(
-                source, device=device, dtype=dtype, quantization_config=quantization_config, home=home or device
-            )
+            check_headers(weight_files(source), name=source.name, is_quantised=is_quantised)
+            check_scales(weight_files(source), source.config, name=source.name)
+            read = functools.partial(_read, source, device=device, dtype=dtype)
+            if quantization_config is None or dequantised_format(source.config) is None:
+                model = read(quantization_config=quantization_config, home=home or device)
+            else:
+                dense = read(quantization_config=None, home=torch.device("cpu"))
+                check_finite(dense, name=source.name)
+                model = initialise(
+                    source.config,
+                    device=device,
+                    dtype=dtype,
+                    quantization_config=quantization_config,
+                    home=home or device,
+                    values=dict((*dense.named_parameters(), *dense.named_buffers())),
+                )
     # transformers names models of files that hold 4-bit weights.
     if quantization is not None or getattr(model, "is_loaded_in_4bit", False):
         _check_nf4_layers(model, name=source.name)
@@ -111,38 +131,40 @@ def _read(
     """Read a checkpoint and verify that every weight of the model came from it."""
     from lightning_fastft.hf.expert_nf4_reading import quantise_experts_too
 
-    options = {}
+    options: dict[str, Any] = {}
+    is_dequantised = dequantised_format(source.config) is not None
+    if is_dequantised:
+        options["config"] = dequantising(source.config)
     if quantization_config is not None:
         options["quantization_config"] = quantise_experts_too(quantization_config, device=device)
-    is_mxfp4 = _holds_mxfp4(source.config)
-    if is_mxfp4:
-        if quantization_config is not None:
-            raise OptionError(
-                f"{source.model} holds its experts in MXFP4, which are read as bf16 or fp32, and quantization='nf4' "
-                "cannot quantise them again. Remove quantization, or save the model dequantised first."
-            )
-        from transformers import Mxfp4Config
-
-        # transformers has no backward in MXFP4.
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
-    model, report = auto_class(source.config).from_pretrained(
-        source.model,
-        revision=source.revision or "main",
-        dtype=dtype,
-        device_map={"": home},
-        use_safetensors=True,
-        # Mismatches are reported by name below, with the other faults.
-        ignore_mismatched_sizes=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        **options,
-    )
+    try:
+        model, report = auto_class(source.config).from_pretrained(
+            source.model,
+            revision=source.revision or "main",
+            dtype=dtype,
+            device_map={"": home},
+            use_safetensors=True,
+            # Mismatches are reported by name below, with the other faults.
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except ImportError as error:
+        method = quantization_method(source.config)
+        if method is None:
+            raise
+        raise MissingDependencyError(
+            f"{source.model} holds weights quantised by {method}. transformers says: {error} Or give the checkpoint "
+            "that was quantised, with quantization='nf4' for 4 bits."
+        ) from error
     if quantization_config is not None:
         # Quantisation on CUDA hides a NaN.
         largest = model.hf_quantizer.largest
         refuse_not_finite(list(largest), list(largest.values()), name=source.name)
     _check_report(report, model=model, source=source)
-    if is_mxfp4:
+    if is_dequantised:
+        save_as_dense(model)
         # transformers 5.17 leaves dequantised weights in bf16 for any requested dtype.
         for parameter in model.parameters():
             if parameter.ndim == 3:
@@ -167,13 +189,6 @@ def _check_report(report: Mapping[str, Any], *, model: PreTrainedModel, source: 
             f"The weights of {source.model} do not fit {type(model).__name__}: {'; '.join(faults)}. "
             "Check the files and the configuration, or load the model yourself and pass it to FineTuner."
         )
-
-
-def _holds_mxfp4(config: PretrainedConfig) -> bool:
-    """Return whether a checkpoint holds expert weights in MXFP4, as gpt-oss does."""
-    held = getattr(config, "quantization_config", None) or {}
-    method = held.get("quant_method") if isinstance(held, Mapping) else getattr(held, "quant_method", None)
-    return str(getattr(method, "value", method)) == "mxfp4"
 
 
 def _check_nf4_layers(model: nn.Module, *, name: str) -> None:

@@ -7,14 +7,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.moe.install import install_bincount_router
 
 CPU = torch.device("cpu")
-# What four bits stand for (OCP Microscaling formats, E2M1).
+# Values of four bits (OCP Microscaling formats, E2M1).
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
 STACKS = ("gate_up_proj", "down_proj")
@@ -79,6 +78,13 @@ def test_every_expert_can_be_trained(checkpoint):
         assert parameter.grad.abs().sum() > 0 or not name.endswith(STACKS), name
 
 
-def test_nf4_on_top_is_refused_by_name(checkpoint):
-    with pytest.raises(OptionError, match=r"MXFP4.*Remove quantization"):
-        build_model(ModelSource(str(checkpoint[0])), device=CPU, dtype=torch.float32, quantization="nf4")
+def test_nf4_is_that_of_the_dequantised_weights(checkpoint, tmp_path):
+    folder = str(checkpoint[0])
+    build_model(ModelSource(folder), device=CPU, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    model, dense = (
+        build_model(ModelSource(name), device=CPU, dtype=torch.bfloat16, quantization="nf4").state_dict()
+        for name in (folder, str(tmp_path / "dense"))
+    )
+    assert model.keys() == dense.keys()
+    for name, tensor in model.items():
+        assert torch.equal(tensor, dense[name]), name
