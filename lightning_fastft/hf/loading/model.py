@@ -20,12 +20,13 @@ from lightning_fastft.hf.loading.packed_weights import (
     dequantising,
     quantization_method,
     save_as_dense,
+    without_quantization,
 )
 from lightning_fastft.hf.loading.safe_files import check_headers
 from lightning_fastft.hf.loading.source import ModelSource, auto_class, refuse_adapters, weight_files
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def build_model(
@@ -137,8 +138,28 @@ def _read(
         options["config"] = dequantising(source.config)
     if quantization_config is not None:
         options["quantization_config"] = quantise_experts_too(quantization_config, device=device)
+    model, report = _from_pretrained(source, dtype=dtype, home=home, options=options)
+    if quantization_config is not None:
+        # Quantisation on CUDA hides a NaN.
+        largest = model.hf_quantizer.largest
+        refuse_not_finite(list(largest), list(largest.values()), name=source.name)
+    _check_report(report, model=model, source=source)
+    _freeze_as_defined(model, source.config)
+    if is_dequantised:
+        save_as_dense(model)
+        # transformers 5.17 leaves dequantised weights in bf16 for any requested dtype.
+        for parameter in model.parameters():
+            if parameter.ndim == 3:
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _from_pretrained(
+    source: ModelSource, *, dtype: torch.dtype, home: torch.device, options: dict[str, Any]
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Return the model that transformers reads, and its report."""
     try:
-        model, report = auto_class(source.config).from_pretrained(
+        return auto_class(source.config).from_pretrained(
             source.model,
             revision=source.revision or "main",
             dtype=dtype,
@@ -150,6 +171,13 @@ def _read(
             output_loading_info=True,
             **options,
         )
+    except RuntimeError as error:
+        if "automatic conversion" not in str(error):
+            raise
+        raise DataError(
+            f"transformers cannot convert the weights of {source.model}; its report above says which and why. Check "
+            "the files and the configuration, or load the model yourself and pass it to FineTuner."
+        ) from error
     except ImportError as error:
         method = quantization_method(source.config)
         if method is None:
@@ -158,18 +186,6 @@ def _read(
             f"{source.model} holds weights quantised by {method}. transformers says: {error} Or give the checkpoint "
             "that was quantised, with quantization='nf4' for 4 bits."
         ) from error
-    if quantization_config is not None:
-        # Quantisation on CUDA hides a NaN.
-        largest = model.hf_quantizer.largest
-        refuse_not_finite(list(largest), list(largest.values()), name=source.name)
-    _check_report(report, model=model, source=source)
-    if is_dequantised:
-        save_as_dense(model)
-        # transformers 5.17 leaves dequantised weights in bf16 for any requested dtype.
-        for parameter in model.parameters():
-            if parameter.ndim == 3:
-                parameter.data = parameter.data.to(dtype)
-    return model
 
 
 def _check_report(report: Mapping[str, Any], *, model: PreTrainedModel, source: ModelSource) -> None:
@@ -189,6 +205,15 @@ def _check_report(report: Mapping[str, Any], *, model: PreTrainedModel, source: 
             f"The weights of {source.model} do not fit {type(model).__name__}: {'; '.join(faults)}. "
             "Check the files and the configuration, or load the model yourself and pass it to FineTuner."
         )
+
+
+def _freeze_as_defined(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Freeze the parameters that the model's class creates frozen; transformers makes all that it reads trainable."""
+    with torch.device("meta"):
+        defined = auto_class(config).from_config(without_quantization(config))
+    frozen = [name for name, parameter in defined.named_parameters() if not parameter.requires_grad]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(requires_grad=False)
 
 
 def _check_nf4_layers(model: nn.Module, *, name: str) -> None:

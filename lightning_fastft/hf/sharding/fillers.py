@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from lightning_fastft.hf.dtypes import default_dtype, seeded
 from lightning_fastft.hf.loading.finite_weights import largest_magnitude, refuse_not_finite
 from lightning_fastft.hf.loading.model import build_model
-from lightning_fastft.hf.loading.safe_files import check_headers
-from lightning_fastft.hf.loading.source import ModelSource, auto_class, weight_files
+from lightning_fastft.hf.loading.source import ModelSource, auto_class
+from lightning_fastft.hf.sharding.reads import Read, Stored, find_reads
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -33,10 +33,11 @@ def open_model(
 ) -> tuple[PreTrainedModel, Filler | None]:
     """Return a model that will be sharded, and the filler of its weights.
 
-    Random models, and models whose files hold their tensors under the model's names, are created on the meta device and
-    filled unit by unit while they are sharded. NF4 bases are built on the device. Files that transformers must convert
-    (merged experts, renamed or quantised tensors) are read into host memory, whole on every rank. Seeded weights equal
-    those of ``build_model`` bit by bit. With is_read_early the model is built at once, in host memory.
+    Random models and models in safetensors files are created on the meta device and filled unit by unit while they are
+    sharded; transformers' conversions (experts merged, names changed, fp8 and MXFP4 dequantised) run for each tensor.
+    NF4 bases are built on the device. Files whose conversion cannot be foreseen without values are read into host
+    memory, whole on every rank. Seeded weights equal those of ``build_model`` bit by bit. With is_read_early the model
+    is built at once, in host memory.
 
     Returns:
         The model in training mode, and its filler; None if nothing is left to fill.
@@ -55,12 +56,13 @@ def open_model(
         model = auto_class(source.config).from_config(copy.deepcopy(source.config), dtype=dtype).train()
     if source.init == "random":
         return model, _RandomFiller(seed=seed, device=device)
-    places = _find_tensors(model, source)
-    if places is None:
+    reads = find_reads(model, source)
+    if reads is None:
         return build_model(source, device=torch.device("cpu"), dtype=dtype), None
+    _keep_wide(model, dtype=dtype)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source.model, revision=source.revision or "main")
-    return model, _FileFiller(places, device=device, name=source.name)
+    return model, _FileFiller(reads, device=device, model=model, name=source.name)
 
 
 def reads_base(lora: LoraConfig) -> bool:
@@ -151,13 +153,16 @@ class _RandomFiller(Filler):
 
 
 class _FileFiller(Filler):
-    """Read each tensor from the safetensors file that has it."""
+    """Read each tensor from the safetensors files that have it, or its parts."""
 
-    def __init__(self, places: dict[str, str], *, device: torch.device, name: str) -> None:
+    def __init__(self, reads: dict[str, Read], *, device: torch.device, model: PreTrainedModel, name: str) -> None:
         super().__init__(device=device)
-        self.places = places
+        self.reads = reads
+        self.model = model
         self.name = name
         self._files: dict[str, safe_open] = {}
+        # Other tensors that a read made.
+        self._made: dict[str, torch.Tensor] = {}
         self.largest: dict[str, torch.Tensor] = {}
 
     @contextmanager
@@ -166,7 +171,7 @@ class _FileFiller(Filler):
         from safetensors import safe_open
 
         with super().opened(), ExitStack() as stack:
-            for path in sorted(set(self.places.values())):
+            for path in sorted({stored.path for read in self.reads.values() for stored in read.stored}):
                 self._files[path] = stack.enter_context(safe_open(path, framework="pt", device=str(self.device)))
             yield
             refuse_not_finite(list(self.largest), list(self.largest.values()), name=self.name)
@@ -186,7 +191,7 @@ class _FileFiller(Filler):
             real._is_hf_initialized = True  # type: ignore[attr-defined]
             module._parameters[key] = real
         for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and prefix + key in self.places:
+            if buffer is not None and buffer.is_meta and prefix + key in self.reads:
                 read = self._read(prefix + key, dtype=buffer.dtype)
                 read._is_hf_initialized = True  # type: ignore[attr-defined]
                 module._buffers[key] = read
@@ -194,10 +199,29 @@ class _FileFiller(Filler):
             owner._init_weights(module)
 
     def _read(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self._files[self.places[name]].get_tensor(name)
+        if name not in self._made:
+            self._made |= self.reads[name].run(self._load, model=self.model)
+        tensor = self._made.pop(name)
         if tensor.is_floating_point() and tensor.numel():
             self.largest[name] = largest_magnitude(tensor)
         return tensor.to(device=self.device, dtype=dtype)
+
+    def _load(self, stored: Stored) -> torch.Tensor:
+        return self._files[stored.path].get_tensor(stored.key)
+
+
+def _keep_wide(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
+    """Give fp32 to tensors on the meta device that transformers reads in fp32; 5.17 does so only when it reads."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    kept = build_glob_alternation(list(plan))[0]
+    for path, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta and kept.search(f"{path}.{key}"):
+                tensor.data = tensor.data.float()
 
 
 def _give_buffers(module: nn.Module, *, device: torch.device) -> bool:
@@ -206,28 +230,3 @@ def _give_buffers(module: nn.Module, *, device: torch.device) -> bool:
     for key, buffer in metas.items():
         module._buffers[key] = torch.empty_like(buffer, device=device)
     return bool(metas)
-
-
-def _find_tensors(model: PreTrainedModel, source: ModelSource) -> dict[str, str] | None:
-    """Return the file of each tensor; None unless the files hold exactly the model's tensors, under its names and in
-    its shapes.
-    """
-    from safetensors import safe_open
-
-    if getattr(source.config, "quantization_config", None) is not None or getattr(
-        model, "_keep_in_fp32_modules_strict", None
-    ):
-        return None
-    tied = set(model.all_tied_weights_keys)
-    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    places: dict[str, str] = {}
-    paths = weight_files(source)
-    check_headers(paths, name=source.name, is_quantised=False)
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                if name in wanted and file.get_slice(name).get_shape() == wanted[name]:
-                    places[name] = path
-                elif name not in tied:
-                    return None
-    return places if set(places) == set(wanted) else None

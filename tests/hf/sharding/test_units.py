@@ -251,16 +251,6 @@ def test_no_rank_holds_more_than_its_pieces_one_layer_and_what_is_outside_the_la
         assert pieces <= (len(layers) * whole_layer + outside) / NUM_RANKS + 4096
 
 
-def test_files_with_other_names_are_read_whole_and_then_cut(tmp_path):
-    whole = build_tiny("mixtral")
-    whole.save_pretrained(tmp_path)
-    source = ModelSource(str(tmp_path))
-    with rank_of_two(0) as mesh:
-        model, filler = build_pieces(source, mesh, dtype=torch.float32)
-        assert filler is None
-        check_pieces(model, build_whole(source, dtype=torch.float32), rank=0)
-
-
 def test_weights_that_are_not_finite_are_refused_by_name(saved, tmp_path):
     for path in saved.iterdir():
         if path.suffix == ".safetensors":
