@@ -21,9 +21,9 @@ CONVERTED = {
 }  # fmt: skip
 
 
-def save(folder, family):
+def save(folder, family, **changes):
     """Write the files that the hub would have, without tensors of zeros alone."""
-    model = build_tiny(family)
+    model = build_tiny(family, **changes)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and not tensor.any():
             tensor.data.normal_()
@@ -54,6 +54,11 @@ def test_every_family_is_filled_from_its_files(tmp_path, family):
     assert find_reads(model, source) is not None
     model.save_pretrained(tmp_path / "again")
     assert stored_names(tmp_path / "again") == stored_names(tmp_path / "files")
+
+
+def test_experts_are_merged_in_the_order_of_their_numbers(tmp_path):
+    # By name, 10 is before 2.
+    check(save(tmp_path, "qwen3_moe", num_experts=12))
 
 
 def test_lora_on_experts_is_above_merged_files(tmp_path):
