@@ -95,3 +95,14 @@ def test_a_format_that_needs_a_package_names_it_and_the_other_way(tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(MissingDependencyError, match=r"quantised by gptq.*quantization='nf4' for 4 bits"):
         build(tmp_path / "fp8", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_scale_that_is_not_finite_is_refused_by_the_name_of_its_weight(tmp_path, quantization):
+    write_fp8(tmp_path, "qwen3")
+    path = tmp_path / "fp8/model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight_scale_inv"][0, 0] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        build(tmp_path / "fp8", dtype=torch.bfloat16, quantization=quantization)
