@@ -341,6 +341,11 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:
         )
     if dataset.num_rows == 0:
         raise DataError(f"{name} is empty: 0 rows.")
+    if dataset.format["type"] == "custom":
+        raise DataError(
+            f"{name} has a transform (set_transform or with_transform), and its stored rows are read without it. Give "
+            "dataset.with_format(None).map(function), or dataset.with_format(None) for the stored rows."
+        )
 
     def read(wanted: frozenset[str] | None) -> Iterator[RawRow]:
         plain = dataset.with_format(None)
