@@ -155,7 +155,7 @@ def _fingerprint(
         parts += [images.fingerprint, [source.folder for source in sources]]
     if images is not None or chosen["chat_template"] is not None:
         # Only conversations depend on these: other entries keep their fingerprint.
-        parts.append({"read": [OPTIONS]})
+        parts.append({"read": [OPTIONS], "arguments": "JSON values"})
         if options.add_eos and stop_ids is not None:
             parts.append({"stop_ids": stop_ids})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
