@@ -67,7 +67,7 @@ class HubStream:
         rows = iter(self._dataset)
         if not state:
             _skip(rows, num_behind, name=self.name)
-        yield from _number_rows(rows, num_behind=num_behind, name=self.name)
+        yield from _number_rows(rows, num_behind=num_behind, name=self.name, features=self._dataset.features)
 
     def save(self, *, num_behind: int) -> str:
         """Return the data set's state as JSON."""
@@ -247,31 +247,40 @@ def _skip(rows: Iterator[Any], num_rows: int, *, name: str) -> None:
         )
 
 
-def _number_rows(rows: Iterator[Any], *, num_behind: int, name: str) -> Iterator[RawRow]:
+def _number_rows(rows: Iterator[Any], *, num_behind: int, name: str, features: Any = None) -> Iterator[RawRow]:
     number = num_behind
     try:
         for number, row in enumerate(rows, start=num_behind + 1):
             raw = row if isinstance(row, Mapping) else {"input_ids": row}
             found = decode_row(raw) if ROW in raw else raw
-            yield RawRow(number, *(_drop_absent(found) if isinstance(found, Mapping) else (found,)))
+            yield RawRow(number, *(_drop_absent(found, features) if isinstance(found, Mapping) else (found,)))
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} cannot be read after row {number}: {error}") from error
 
 
-def _drop_absent(row: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return a row with lists in place of arrays and without nulls in nested dicts, and the number of these nulls."""
+def _drop_absent(row: Mapping[str, Any], features: Any) -> tuple[dict[str, Any], int]:
+    """Return a row with lists in place of arrays and without nulls in nested dicts, and the number of these nulls.
+
+    The Json feature of datasets keeps its nulls, which the user wrote.
+    """
     num_absent = 0
 
-    def clean(value: Any) -> Any:
+    def clean(value: Any, feature: Any) -> Any:
         nonlocal num_absent
+        if type(feature).__name__ == "Json":
+            return value
         if isinstance(value, Mapping):
             num_absent += sum(entry is None for entry in value.values())
-            return {name: clean(entry) for name, entry in value.items() if entry is not None}
+            return {name: clean(entry, _part(feature, name)) for name, entry in value.items() if entry is not None}
         if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):
-            return [clean(entry) for entry in value]
+            return [clean(entry, getattr(feature, "feature", None)) for entry in value]
         return value.tolist() if hasattr(value, "tolist") else value
 
-    return {name: clean(value) for name, value in row.items()}, num_absent
+    return {name: clean(value, _part(features, name)) for name, value in row.items()}, num_absent
+
+
+def _part(features: Any, name: str) -> Any:
+    return features.get(name) if isinstance(features, Mapping) else None
 
 
 def _as_plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.reading.streams import open_stream
 from lightning_fastft.packing.rows.rejects import read_rejects
 from tests.support.datamodule_worker import SaveAt, TinyModel, make_data, make_rows, make_trainer, rows_in
@@ -138,6 +139,16 @@ def test_rows_of_a_table_lose_the_nulls_of_absent_keys():
     opened = streams_of(stream)
     assert [row.raw for row in opened] == [{"messages": messages}]
     assert opened[0].num_absent == 1
+
+
+def test_nulls_of_json_columns_are_kept():
+    row = {"messages": [{"role": "user", "content": "a", "calls": [{"x": None}]}], "n": {"y": None, "z": 1}}
+    features = {"messages": datasets.List(datasets.Json()), "n": {name: datasets.Value("int64") for name in "yz"}}
+    data = datasets.Dataset.from_list([row], features=datasets.Features(features))
+    (found,) = streams_of(data.to_iterable_dataset())
+    assert (found.raw, found.num_absent) == ({**row, "n": {"z": 1}}, 1)
+    (source,) = open_sources([data])
+    assert found == next(source.read(None))
 
 
 def streams_of(stream):
