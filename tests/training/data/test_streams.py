@@ -170,7 +170,8 @@ def test_bad_rows_are_written_once_and_too_many_end_the_run(tmp_path):
         return datasets.IterableDataset.from_generator(generate)
 
     path = tmp_path / "rejected.jsonl"
-    options = {"rejected_path": str(path), "trainer": {"max_steps": 300}}
+    # A pass has about 400 packs; the second one begins before the end.
+    options = {"rejected_path": str(path), "trainer": {"max_steps": 700}}
     train_and_resume(tmp_path, make=make, save_at=200, **options)
     assert [reject.line for reject in read_rejects(path)] == [6, 701, 702]
     with pytest.raises(DataError, match="max_reject_share"):
