@@ -191,6 +191,21 @@ class TokenizedDataset:
             hash_N[block] += (id_NK.astype(np.uint64) * factor_K).sum(axis=1)
         return hash_N
 
+    def hash_tokens(self, number_N: np.ndarray) -> np.ndarray:
+        """Return a hash of all tokens of each example, uint64.
+
+        Cost:
+            About 1 s for a million examples of 100 tokens.
+        """
+        factor_T = mix_bits(np.arange(int(self.length_N[number_N].max(initial=0))), seed=0, stream=1)
+        return np.array(
+            [
+                (self._id_T[begin:end].astype(np.uint64) * factor_T[: end - begin]).sum()
+                for begin, end in zip(self._start_N1[number_N].tolist(), self._start_N1[number_N + 1].tolist())
+            ],
+            dtype=np.uint64,
+        )
+
     def check_bounds(self) -> None:
         """Raise DataError if offsets, counts and ids are inconsistent, which would cause reads out of bounds."""
         num_tokens, num_examples = len(self._id_T), len(self)

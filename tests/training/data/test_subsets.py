@@ -45,7 +45,8 @@ def test_examples_that_differ_in_one_token_or_their_length_are_not_shared():
     data = make_data(rows=[{"input_ids": ids} for ids in near], val_paths=[{"input_ids": long}])
     data.setup("fit")
     assert count_shared(data.subset("val"), trained=data.subset("train")) == 0
+    # Many of them differ only where no token is sampled.
     hashes = data.subset("train").documents.hash_samples(np.arange(len(near)))
-    # One of two that differ only where no token is sampled has the hash of the other: tokens decide.
-    assert 2 < len(set(hashes.tolist())) < len(near)
-    assert count_shared(data.subset("val"), trained=data.subset("val")) == 1
+    assert 2 < len(set(hashes.tolist())) < len(near) // 2
+    for part in ("val", "train"):
+        assert count_shared(data.subset(part), trained=data.subset(part)) == len(data.subset(part))
