@@ -35,7 +35,7 @@ class StepPlan:
         accumulate: Micro-batches per optimizer step on each rank.
         limit: As ``Trainer(limit_train_batches=...)``: a number of micro-batches, or a share of the epoch; None for
             all.
-        shuffle: False keeps the order of the packs (validation).
+        shuffle: False keeps the order of the packs (predictions).
 
     Example:
         >>> from lightning_fastft.packing.packs import pack_best_fit_decreasing

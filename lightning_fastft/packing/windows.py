@@ -102,6 +102,7 @@ def read_first_chunk(stream: RowStream, *, setup: Setup) -> Chunk:
         )
     if format is not None:
         setup.make_formatter().check_can_serve(format, file=stream.name)
+    expected = expected if stream.is_uniform else None
     return Chunk(stream.name, format, expected, first, is_first=True, counts="row")
 
 

@@ -24,7 +24,7 @@ from lightning_fastft.training.data.planned import TrainingPlan
 from lightning_fastft.training.data.position import check_ranks_agree
 from lightning_fastft.training.data.splits import SPLITS, SplitDataModule
 from lightning_fastft.training.data.streams import TrainingStream, check_stream_run
-from lightning_fastft.training.data.subsets import find_needs, name_source
+from lightning_fastft.training.data.subsets import find_needs, name_source, tell_shared
 from lightning_fastft.training.data.trainer_facts import (
     check_accumulation,
     find_accumulation,
@@ -274,6 +274,7 @@ class PackedDataModule(SplitDataModule):
             self._tokenize(split)
         self._choose_subsets(stage)
         if stage == "fit":
+            tell_shared(self._subsets)
             self._position, self._anchor = self.position if has_trained(self.trainer) else 0, None
             self._training = self._open_stream() if self.is_streamed else self._plan_training()
 

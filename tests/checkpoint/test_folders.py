@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from lightning_fastft.checkpoint.files import commit_folder, read_record
 from lightning_fastft.checkpoint.folders import _PlainPlanner, check_index, load_folder, read_folder, save_folder
+from lightning_fastft.checkpoint.settings import STATE as STATE_OF_RESUME
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DamagedCheckpointError,
@@ -150,6 +151,22 @@ def test_folder_brings_back_weights_moments_and_the_rest(group):
     assert all(torch.equal(one, two) for one, two in zip(saved.values(), other.values()))
     assert other.optimizer.param_groups[0]["lr"] == 0.1
     assert rest == {"epoch": 4, "names": ["a"]}
+
+
+@pytest.mark.parametrize("is_setting", [True, False])
+def test_another_option_that_is_a_setting_of_the_module_is_not_reported_again(group, is_setting, recwarn):
+    # ExactResume reports settings that differ.
+    saved, other = Sharded(1), Sharded(2)
+    settings = {"weight_decay": 0.1} if is_setting else {}
+    for run, value in ((saved, 0.1), (other, 0.2)):
+        run.optimizer.defaults["weight_decay"] = run.optimizer.param_groups[0]["weight_decay"] = value
+        run.module.hparams = {"weight_decay": value}
+    save_folder({**saved.checkpoint(), STATE_OF_RESUME: {"settings": settings}}, group / "a.ckpt")
+    other.load(group / "a.ckpt")
+    said = [text for warning in recwarn if "weight_decay" in (text := str(warning.message))]
+    assert len(said) == (0 if is_setting else 1)
+    assert all("weight_decay was 0.1 and is 0.2 (the checkpoint's is used)" in text for text in said)
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
 def test_one_process_reads_the_whole_weights_of_a_folder(group):

@@ -498,6 +498,20 @@ class TestEvaluation:
         assert [rows_in(batch) for batch in batches[0]] == [rows_in(batch) for batch in batches[1]]
         assert all(batch["num_items_in_batch"] == batch.context.num_labelled for batch in batches[0])
 
+    @pytest.mark.parametrize("names", [(), ("one", "other")])
+    def test_first_packs_of_an_evaluation_are_a_sample_of_all_for_every_seed(self, names):
+        rows = [{"input_ids": [1] * (2 + 30 * number // 400)} for number in range(400)]
+        seen = []
+        for split, options in (("val", {"seed": 5}), ("val", {"seed": 6}), ("test", {})):
+            data = make_data(**{f"{split}_paths": dict.fromkeys(names, rows) if names else rows}, **options)
+            data.setup("validate" if split == "val" else "test")
+            loader = getattr(data, f"{split}_dataloader")()
+            seen.append([np.diff(batch.context.start_host_S1) for batch in (loader[names[1]] if names else loader)])
+            # As Trainer(limit_val_batches=0.2): the documents of all packs have 17 tokens on average.
+            assert 14 < np.concatenate(seen[-1][: len(seen[-1]) // 5]).mean() < 20
+            assert sum(map(len, seen[-1])) == 400
+        assert all(map(np.array_equal, seen[0], seen[1]))
+
     def test_trainer_validates_and_tests(self, tmp_path):
         class Tested(TinyModel):
             def test_step(self, batch, number):

@@ -27,17 +27,11 @@ from lightning_fastft.packing.reading.folders import (
     is_saved,
 )
 from lightning_fastft.packing.reading.text_files import (
-    TABLES,
     RawRow,
-    check_beginning,
+    choose_reader,
     count_lines,
     file_kind,
-    open_bytes,
-    read_csv,
-    read_json_array,
-    read_lines,
 )
-from lightning_fastft.packing.rows.parsing import BOM
 
 # Files up to this size are hashed completely, at about 1.2 GB/s; of larger files, blocks at regular offsets.
 WHOLE_FINGERPRINT_BYTES = 2**30
@@ -239,21 +233,9 @@ def _open_file(path: Path) -> Source:
         fingerprint = fingerprint_file(path)
         if kind == ".parquet":
             return _open_parquet(path, fingerprint)
-        with open_bytes(path) as file:
-            beginning = file.read(4096)
+        reader, counts = choose_reader(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    check_beginning(path, beginning, is_json=kind not in TABLES)
-    # UTF-16 starts with a byte order mark, or every second byte of ASCII text is zero.
-    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or (
-        len(beginning) > 3 and 0 in beginning[:2] and 0 in beginning[2:4]
-    ):
-        raise DataError(f"{path} is UTF-16; files are read as UTF-8. Convert it with: iconv -f UTF-16 -t UTF-8")
-    reader, counts = read_lines, "line"
-    if kind in TABLES:
-        reader = read_csv
-    elif kind == ".json" and beginning.removeprefix(BOM).lstrip().startswith(b"["):
-        reader, counts = read_json_array, "row"
     name = printable(str(path))
     stamp, folder = stamp_file(path), str(path.parent)
     return Source(name, fingerprint, lambda _: reader(path), None, lambda: count_lines(path), counts, stamp, folder)
@@ -341,6 +323,11 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:
         )
     if dataset.num_rows == 0:
         raise DataError(f"{name} is empty: 0 rows.")
+    if dataset.format["type"] == "custom":
+        raise DataError(
+            f"{name} has a transform (set_transform or with_transform), and its stored rows are read without it. Give "
+            "dataset.with_format(None).map(function), or dataset.with_format(None) for the stored rows."
+        )
 
     def read(wanted: frozenset[str] | None) -> Iterator[RawRow]:
         plain = dataset.with_format(None)

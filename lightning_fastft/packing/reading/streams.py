@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.core.extras import pip_line
+from lightning_fastft.packing.reading.file_streams import ROW, decode_row, stream_lines, stream_text_files
 from lightning_fastft.packing.reading.folders import (
     SUFFIXES,
     find_in_folder,
@@ -27,23 +28,27 @@ from lightning_fastft.packing.reading.folders import (
 from lightning_fastft.packing.reading.sources import HUB_URL, check_exists, load_hub
 from lightning_fastft.packing.reading.text_files import RawRow, file_kind
 
-# Readers of the datasets package, by the suffix of a file.
-_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
+# Readers of the datasets package for files that are not read by ours, by their suffix.
+_BUILDERS = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+_LINES = (".jsonl", ".ndjson")
 
 
 class HubStream:
     """Read a ``datasets.IterableDataset``; its own state_dict is the position.
 
     ``has_state`` says whether a position is restored without reading the rows before it again. That state does not
-    include a shuffle buffer. With one, rows before a position are read again and skipped.
+    include a shuffle buffer. With one, rows before a position are read again and skipped. ``is_uniform`` says whether
+    the first rows show the columns of all rows; those of several files do not.
     """
 
-    def __init__(self, dataset: Any, *, name: str) -> None:
+    def __init__(self, dataset: Any, *, name: str, is_uniform: bool = True) -> None:
         # A copy, because reading sets its epoch and its state.
         self._dataset = copy.copy(dataset)
         self.name = name
         # None if each row has its own columns.
-        self.columns = None if dataset.column_names is None else tuple(dataset.column_names)
+        names = dataset.column_names
+        self.columns = None if names is None or ROW in names else tuple(names)
+        self.is_uniform = is_uniform
         self.has_state = not _has_buffer(dataset)
 
     def split(self, *, rank: int, world_size: int) -> HubStream:
@@ -52,7 +57,8 @@ class HubStream:
 
         if world_size == 1:
             return self
-        return HubStream(split_dataset_by_node(self._dataset, rank=rank, world_size=world_size), name=self.name)
+        own = split_dataset_by_node(self._dataset, rank=rank, world_size=world_size)
+        return HubStream(own, name=self.name, is_uniform=self.is_uniform)
 
     def read(self, *, epoch: int, state: str, num_behind: int) -> Iterator[RawRow]:
         """Yield the rows of a pass after a position."""
@@ -61,7 +67,7 @@ class HubStream:
         rows = iter(self._dataset)
         if not state:
             _skip(rows, num_behind, name=self.name)
-        yield from _number_rows(rows, num_behind=num_behind, name=self.name)
+        yield from _number_rows(rows, num_behind=num_behind, name=self.name, features=self._dataset.features)
 
     def save(self, *, num_behind: int) -> str:
         """Return the data set's state as JSON."""
@@ -71,7 +77,7 @@ class HubStream:
 class ChunkStream:
     """Read a LitData ``StreamingDataset``; samples are dicts, or arrays of token ids."""
 
-    has_state = True
+    has_state = is_uniform = True
 
     def __init__(self, dataset: Any, *, name: str) -> None:
         self._dataset = copy.copy(dataset)
@@ -136,12 +142,21 @@ def open_stream(source: Any, *, seed: int) -> RowStream:
     import datasets
 
     opened = [_load(str(path)) for path in paths]
-    if isinstance(source, Mapping):
-        total = sum(source.values())
-        shares = [weight / total for weight in source.values()]
-        mixed = datasets.interleave_datasets(opened, probabilities=shares, seed=seed, stopping_strategy="all_exhausted")
-        return HubStream(mixed, name=printable(name))
-    return HubStream(opened[0] if len(opened) == 1 else datasets.concatenate_datasets(opened), name=printable(name))
+    joined = opened[0]
+    try:
+        if isinstance(source, Mapping):
+            total = sum(source.values())
+            joined = datasets.interleave_datasets(
+                opened,
+                probabilities=[weight / total for weight in source.values()],
+                seed=seed,
+                stopping_strategy="all_exhausted",
+            )
+        elif len(opened) > 1:
+            joined = datasets.concatenate_datasets(opened)
+    except ValueError as error:
+        raise DataError(f"{printable(name)} cannot be one stream: {error}") from error
+    return HubStream(joined, name=printable(name), is_uniform=len(opened) == 1 and joined.num_shards == 1)
 
 
 def is_hub_stream(source: object) -> bool:
@@ -173,34 +188,42 @@ def _load(given: str) -> Any:
     import datasets
 
     if given.startswith(HUB_URL):
-        files = [given]
+        kind = file_kind(Path(given))
+        try:
+            return stream_lines([given]) if kind in _LINES else _load_files([given], kind=kind)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise DataError(f"{given} cannot be streamed: {error}") from error
+    check_exists(given)
+    path = Path(given).expanduser()
+    if is_pattern(given):
+        files = [str(match) for match in find_matches(given)]
+    elif path.is_dir() and is_saved(path):
+        return datasets.load_from_disk(str(path)).to_iterable_dataset()
+    elif path.is_dir():
+        files = [str(file) for file in find_in_folder(path, given=given)]
+    elif path.is_file():
+        files = [str(path)]
     else:
-        check_exists(given)
-        path = Path(given).expanduser()
-        if is_pattern(given):
-            files = [str(match) for match in find_matches(given)]
-        elif path.is_dir() and is_saved(path):
-            return datasets.load_from_disk(str(path)).to_iterable_dataset()
-        elif path.is_dir():
-            files = [str(file) for file in find_in_folder(path, given=given)]
-        elif path.is_file():
-            files = [str(path)]
-        else:
-            return load_hub(given, is_streaming=True)
-    kinds = sorted({file_kind(Path(file)) for file in files})
-    builders = {_BUILDERS.get(kind, "") for kind in kinds}
-    if len(builders) != 1 or "" in builders:
+        return load_hub(given, is_streaming=True)
+    kinds = {file_kind(Path(file)) for file in files}
+    if kinds == {".parquet"}:
+        return _load_files(files, kind=".parquet")
+    if ".parquet" in kinds or not kinds.issubset(SUFFIXES):
         raise DataError(
-            f"{given} has files that end in {', '.join(kind or '(nothing)' for kind in kinds)}. A stream reads files "
-            f"of one kind: {', '.join(SUFFIXES)}."
+            f"{given} has files that end in {', '.join(kind or '(nothing)' for kind in sorted(kinds))}. A stream reads "
+            f"Parquet files, or text files: {', '.join(SUFFIXES)}."
         )
-    try:
-        builder = builders.pop()
-        options = {"sep": "\t"} if builder == "tsv" else {}
-        builder = "csv" if builder == "tsv" else builder
-        return datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{given} cannot be streamed: {error}") from error
+    return stream_text_files(files)
+
+
+def _load_files(files: list[str], *, kind: str) -> Any:
+    """Return the IterableDataset of files that ``datasets`` reads."""
+    import datasets
+
+    if kind not in _BUILDERS:
+        raise DataError(f"{files[0]} has the suffix {kind or '(none)'}. Supported are {', '.join(SUFFIXES)}.")
+    options: dict[str, Any] = {"sep": "\t"} if kind == ".tsv" else {}
+    return datasets.load_dataset(_BUILDERS[kind], data_files=files, split="train", streaming=True, **options)
 
 
 def _has_buffer(dataset: Any) -> bool:
@@ -224,30 +247,40 @@ def _skip(rows: Iterator[Any], num_rows: int, *, name: str) -> None:
         )
 
 
-def _number_rows(rows: Iterator[Any], *, num_behind: int, name: str) -> Iterator[RawRow]:
+def _number_rows(rows: Iterator[Any], *, num_behind: int, name: str, features: Any = None) -> Iterator[RawRow]:
     number = num_behind
     try:
         for number, row in enumerate(rows, start=num_behind + 1):
-            found, num_absent = _drop_absent(row if isinstance(row, Mapping) else {"input_ids": row})
-            yield RawRow(number, found, num_absent)
+            raw = row if isinstance(row, Mapping) else {"input_ids": row}
+            found = decode_row(raw) if ROW in raw else raw
+            yield RawRow(number, *(_drop_absent(found, features) if isinstance(found, Mapping) else (found,)))
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} cannot be read after row {number}: {error}") from error
 
 
-def _drop_absent(row: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return a row with lists in place of arrays and without nulls in nested dicts, and the number of these nulls."""
+def _drop_absent(row: Mapping[str, Any], features: Any) -> tuple[dict[str, Any], int]:
+    """Return a row with lists in place of arrays and without nulls in nested dicts, and the number of these nulls.
+
+    The Json feature of datasets keeps its nulls, which the user wrote.
+    """
     num_absent = 0
 
-    def clean(value: Any) -> Any:
+    def clean(value: Any, feature: Any) -> Any:
         nonlocal num_absent
+        if type(feature).__name__ == "Json":
+            return value
         if isinstance(value, Mapping):
             num_absent += sum(entry is None for entry in value.values())
-            return {name: clean(entry) for name, entry in value.items() if entry is not None}
+            return {name: clean(entry, _part(feature, name)) for name, entry in value.items() if entry is not None}
         if isinstance(value, list) and value and not isinstance(value[0], (int, float, str)):
-            return [clean(entry) for entry in value]
+            return [clean(entry, getattr(feature, "feature", None)) for entry in value]
         return value.tolist() if hasattr(value, "tolist") else value
 
-    return {name: clean(value) for name, value in row.items()}, num_absent
+    return {name: clean(value, _part(features, name)) for name, value in row.items()}, num_absent
+
+
+def _part(features: Any, name: str) -> Any:
+    return features.get(name) if isinstance(features, Mapping) else None
 
 
 def _as_plain(value: Any) -> Any:

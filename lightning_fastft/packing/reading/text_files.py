@@ -115,6 +115,28 @@ def check_beginning(path: Path, beginning: bytes, *, is_json: bool) -> None:
         )
 
 
+def choose_reader(path: Path) -> tuple[Callable[[Path], Iterator[RawRow]], str]:
+    """Return the reader of a text file, by its suffix and its beginning, and what it counts: "line" or "row".
+
+    Raises:
+        DataError: The content does not match the suffix, or is UTF-16.
+    """
+    with open_bytes(path) as file:
+        beginning = file.read(4096)
+    kind = file_kind(path)
+    check_beginning(path, beginning, is_json=kind not in TABLES)
+    # UTF-16 starts with a byte order mark, or every second byte of ASCII text is zero.
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")) or (
+        len(beginning) > 3 and 0 in beginning[:2] and 0 in beginning[2:4]
+    ):
+        raise DataError(f"{path} is UTF-16; files are read as UTF-8. Convert it with: iconv -f UTF-16 -t UTF-8")
+    if kind in TABLES:
+        return read_csv, "line"
+    if kind == ".json" and beginning.removeprefix(BOM).lstrip().startswith(b"["):
+        return read_json_array, "row"
+    return read_lines, "line"
+
+
 def count_lines(path: Path) -> int:
     """Return the number of lines of a file, for the progress bar."""
     num_lines, last = 0, b"\n"

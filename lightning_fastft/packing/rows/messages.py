@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,25 @@ def read_conversation(value: object, *, system: object = None) -> list[dict[str,
     if messages[0]["role"] == "system":
         raise RowRejectedError(WRONG_TYPE, "the row has a system column and conversations has a system turn too")
     return [{"role": "system", "content": check_text(system, column="system", may_be_empty=True)}, *messages]
+
+
+def check_tools(tools: object) -> list[Any] | None:
+    """Return the descriptions of tools, a list or its JSON text; None if there are none.
+
+    Raises:
+        RowRejectedError: The value is not a list of JSON values.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise RowRejectedError(WRONG_TYPE, f"tools is a string that is not valid JSON: {error}") from None
+    if tools is not None and not isinstance(tools, (list, tuple)):
+        raise RowRejectedError(WRONG_TYPE, f"tools must be a list, got {type(tools).__name__}")
+    if not tools:
+        return None
+    _check_json(tools, where="tools")
+    return list(tools)
 
 
 def _read_turn(turn: object, *, where: str) -> object:
@@ -173,6 +193,16 @@ def _check_calls(message: dict[str, Any], *, where: str) -> None:
             raise RowRejectedError(
                 WRONG_TYPE, f"{where}[{number}]: its arguments must be a JSON object, got {type(value).__name__}"
             )
+        if value is arguments:
+            _check_json(value, where=f"{where}[{number}]: its arguments")
+
+
+def _check_json(value: object, *, where: str) -> None:
+    """Refuse dates and bytes of tables, in whose place a template would write the name of their type."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise RowRejectedError(WRONG_TYPE, f"{where} must be JSON values or their JSON text: {error}") from None
 
 
 def _check_parts(content: Sequence[Any], *, where: str) -> list[dict[str, Any]]:

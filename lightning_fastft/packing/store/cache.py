@@ -128,6 +128,13 @@ def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
         digest.update(rules[rules.index('"added_tokens"') :].encode())
     else:
         digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+        # Its rules are Python code, which flags such as do_lower_case change.
+        flags = {name for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool)}
+        chosen = {name: bool(getattr(tokenizer, name, tokenizer.init_kwargs[name])) for name in flags}
+        digest.update(json.dumps(chosen, sort_keys=True).encode())
+    if getattr(tokenizer, "split_special_tokens", False):
+        # No rule of the backend: each call sets it.
+        digest.update(b"split_special_tokens")
     special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
     digest.update(json.dumps([special, tokenizer.chat_template], sort_keys=True).encode())
     return digest.hexdigest()
@@ -155,7 +162,7 @@ def _fingerprint(
         parts += [images.fingerprint, [source.folder for source in sources]]
     if images is not None or chosen["chat_template"] is not None:
         # Only conversations depend on these: other entries keep their fingerprint.
-        parts.append({"read": [OPTIONS]})
+        parts.append({"read": [OPTIONS], "arguments": "JSON values"})
         if options.add_eos and stop_ids is not None:
             parts.append({"stop_ids": stop_ids})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

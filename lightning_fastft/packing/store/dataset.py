@@ -23,6 +23,7 @@ from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.files import sync_file
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.images import ImageStore
+from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.completion_store import CompletionStore
 from lightning_fastft.packing.store.report import IngestReport
 
@@ -34,6 +35,7 @@ _ALL_DTYPES = {**DTYPES, **ImageStore.DTYPES, **CompletionStore.DTYPES}
 META = "meta.json"
 _PART = ".part-"
 _BLOCK_BYTES = 2**20
+_NUM_SAMPLED, _BLOCK_ROWS = 6, 2**16
 
 
 class TokenizedDataset:
@@ -172,6 +174,37 @@ class TokenizedDataset:
             length = int(length_N[number])
             is_same_N[number] = np.array_equal(self._id_T[one : one + length], self._id_T[other : other + length])
         return is_same_N
+
+    def hash_samples(self, number_N: np.ndarray) -> np.ndarray:
+        """Return a hash of the length and of six tokens of each example, uint64, which equal examples share.
+
+        Cost:
+            About 0.3 s for a million examples.
+        """
+        share_K = np.arange(1, _NUM_SAMPLED + 1) / (_NUM_SAMPLED + 1)
+        factor_K = mix_bits(np.arange(_NUM_SAMPLED), seed=0, stream=0)
+        hash_N = self.length_N[number_N].astype(np.uint64)
+        for begin in range(0, len(number_N), _BLOCK_ROWS):
+            block = slice(begin, begin + _BLOCK_ROWS)
+            place_NK = (share_K * self.length_N[number_N[block], None]).astype(np.int64)
+            id_NK = self._id_T[place_NK + self._start_N1[number_N[block], None]]
+            hash_N[block] += (id_NK.astype(np.uint64) * factor_K).sum(axis=1)
+        return hash_N
+
+    def hash_tokens(self, number_N: np.ndarray) -> np.ndarray:
+        """Return a hash of all tokens of each example, uint64.
+
+        Cost:
+            About 1 s for a million examples of 100 tokens.
+        """
+        factor_T = mix_bits(np.arange(int(self.length_N[number_N].max(initial=0))), seed=0, stream=1)
+        return np.array(
+            [
+                (self._id_T[begin:end].astype(np.uint64) * factor_T[: end - begin]).sum()
+                for begin, end in zip(self._start_N1[number_N].tolist(), self._start_N1[number_N + 1].tolist())
+            ],
+            dtype=np.uint64,
+        )
 
     def check_bounds(self) -> None:
         """Raise DataError if offsets, counts and ids are inconsistent, which would cause reads out of bounds."""

@@ -20,11 +20,11 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.rows.messages import check_tools
 from lightning_fastft.packing.rows.rejects import (
     TEMPLATE_DROPS,
     TEMPLATE_REFUSED,
     TEMPLATE_UNCLEAR,
-    WRONG_TYPE,
     RowRejectedError,
 )
 from lightning_fastft.packing.tokens.control_tokens import QUOTED_CONTROL, USED_CONTROL, ControlTokens, Rendered
@@ -170,7 +170,7 @@ class ChatRenderer:
         Raises:
             RowRejectedError: The template raised an error, or the assistant's turns cannot be located.
         """
-        tool_list = _check_tools(tools)
+        tool_list = check_tools(tools)
         notes: list[str] = []
         answers = [message for message in messages if message["role"] == "assistant"]
         if any(message.get("weight") == 0 for message in answers) and self._loss_on == "all":
@@ -204,7 +204,7 @@ class ChatRenderer:
         Raises:
             RowRejectedError: The template raised an error, or drops a tool call.
         """
-        turns, tool_list, found = self.controls.quote(messages, _check_tools(tools))
+        turns, tool_list, found = self.controls.quote(messages, check_tools(tools))
         shaped = self._shapes.shape(turns)
         self._check_calls(shaped, tools=tool_list)
         text = self._apply(shaped, tools=tool_list, add_generation_prompt=True)
@@ -387,14 +387,3 @@ class _Offsets(NamedTuple):
     """What transformers reads of an encoding."""
 
     offsets: Iterable[tuple[int, int]]
-
-
-def _check_tools(tools: object) -> list[Any] | None:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise RowRejectedError(WRONG_TYPE, f"tools is a string that is not valid JSON: {error}") from None
-    if tools is not None and not isinstance(tools, (list, tuple)):
-        raise RowRejectedError(WRONG_TYPE, f"tools must be a list, got {type(tools).__name__}")
-    return list(tools) if tools else None

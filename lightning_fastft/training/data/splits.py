@@ -301,7 +301,7 @@ class SplitDataModule(RecordedDataModule):
     # Loaders of the splits that are evaluated.
 
     def val_dataloader(self) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
-        """Return a loader of this rank's validation packs, in a fixed order, or one for each name; [] without data."""
+        """Return a loader of this rank's packs, shuffled alike for all seeds, or one for each name; [] without data."""
         return self._evaluation_loader("val")
 
     def test_dataloader(self) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
@@ -329,7 +329,8 @@ class SplitDataModule(RecordedDataModule):
         return self._load(split, self._subsets[split], self._packs[split])
 
     def _load(self, split: str, subset: DocumentSubset, packs: Packs) -> PackedLoader:
-        stream = self._evaluation_stream(split, subset, packs)
+        # limit_val_batches takes the first packs, and packing puts those with the longest examples first.
+        stream = self._evaluation_stream(split, subset, packs, ranks=find_ranks(self._run), shuffle=split != "predict")
         return PackedLoader(
             lambda: stream,
             num_batches=stream.plan.num_micro_batches,
@@ -339,23 +340,22 @@ class SplitDataModule(RecordedDataModule):
         )
 
     def _evaluation_stream(
-        self, split: str, subset: DocumentSubset, packs: Packs, *, ranks: tuple[int, int] | None = None
+        self, split: str, subset: DocumentSubset, packs: Packs, *, ranks: tuple[int, int], shuffle: bool
     ) -> PlannedStream:
-        """Return this rank's packs of some documents, in their order; ranks: how many share them, and which this is."""
-        world_size, rank = ranks or find_ranks(self._run)
+        """Return this rank's packs of some documents; ranks: how many share them, and which this is."""
         plan = StepPlan(
             packs,
             length_N=subset.length_N,
             num_labelled_N=subset.num_labelled_N,
-            seed=self.seed,
-            world_size=world_size,
+            seed=0,
+            world_size=ranks[0],
             accumulate=1,
-            shuffle=False,
+            shuffle=shuffle,
         )
         # Predictions are found by their number in the set that the user has named.
         first_number = subset.number_of(0) if split == "predict" else 0
         return PlannedStream(
-            subset, plan, rank=rank, weigh_by_window=False, first_number=first_number, **self._batch_options(split)
+            subset, plan, rank=ranks[1], weigh_by_window=False, first_number=first_number, **self._batch_options(split)
         )
 
     def whole_stream(self, split: str, *, is_shared: bool = True) -> PlannedStream:
@@ -367,7 +367,8 @@ class SplitDataModule(RecordedDataModule):
         assert isinstance(dataset, TokenizedDataset)
         subset = self._make_subset(dataset)
         packs = pack_best_fit_decreasing(subset.length_N, max_tokens=self.max_tokens)
-        return self._evaluation_stream(split, subset, packs, ranks=None if is_shared else (1, 0))
+        ranks = find_ranks(self._run) if is_shared else (1, 0)
+        return self._evaluation_stream(split, subset, packs, ranks=ranks, shuffle=False)
 
     def _batch_options(self, split: str) -> dict[str, Any]:
         """Return what the streams of all stages have in common: padding and images."""

@@ -197,7 +197,7 @@ class TrainingStream:
             num_before = number
             for order, window, num_items_M in self._windows(state, number=number, expected=expected):
                 self._started.append(_Started(number, window.begin, window.digest))
-                self._write_rejects(window.rejects, is_new=number >= position)
+                self._write_rejects(window.rejects, is_new=number >= position and not window.begin.epoch)
                 self._tell_lost(window.lost)
                 yield from self._collate(order, window, num_items_M, number=number, skipped=max(0, position - number))
                 number, expected = number + len(order), ""
@@ -267,7 +267,7 @@ class TrainingStream:
         return self._started[0] if self._started else None
 
     def _write_rejects(self, rejects: list[Reject], *, is_new: bool) -> None:
-        """Append rejected rows to their file, which a new run replaces; a window that is read again adds none."""
+        """Append rejected rows to their file, which a new run replaces; windows and passes read again add none."""
         path = self._rejected_path
         if path is None or not rejects or not is_new:
             return

@@ -5,12 +5,12 @@ Axes: N documents of a data set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.needs import DataNeeds
@@ -85,6 +85,32 @@ def choose_held_out(num_documents: int, *, share: float, seed: int) -> np.ndarra
     is_held_out_N = mixed_N < np.uint64(min(share * 2.0**64, 2.0**64 - 2048))
     is_held_out_N[np.argmin(mixed_N)] = True
     return is_held_out_N
+
+
+@rank_zero_only
+def tell_shared(subsets: Mapping[str, DocumentSubset]) -> None:
+    """Log how many validation examples are trained too; those of another file, or duplicates of held-out ones."""
+    if "train" in subsets and "val" in subsets:
+        num_shared, num_all = count_shared(subsets["val"], trained=subsets["train"]), len(subsets["val"])
+        if num_shared:
+            rank_zero_info(
+                f"{num_shared} of {num_all} validation examples are training examples too, so val_loss is partly "
+                "that of trained text. Remove them from the training or the validation data."
+            )
+
+
+def count_shared(subset: DocumentSubset, *, trained: DocumentSubset) -> int:
+    """Return how many documents have the tokens of a trained one; 0 for data with images, which are not compared."""
+    if subset.documents.images is not None:
+        return 0
+    one, other = subset.documents, trained.documents
+    number_N, number_M = (
+        np.arange(len(part.documents)) if part.index_N is None else part.index_N for part in (subset, trained)
+    )
+    # Most documents differ in a few tokens at fixed places; only the rest are read whole.
+    sample_N, sample_M = one.hash_samples(number_N), other.hash_samples(number_M)
+    number_N, number_M = number_N[np.isin(sample_N, sample_M)], number_M[np.isin(sample_M, sample_N)]
+    return int(np.isin(one.hash_tokens(number_N), other.hash_tokens(number_M)).sum())
 
 
 def check_lengths(split: str, subset: DocumentSubset, *, max_tokens: int) -> None:

@@ -238,6 +238,15 @@ def test_splits_and_streams_are_refused_with_the_reason():
         open_sources(dataset.select([]))
 
 
+def test_transform_of_a_data_set_is_refused_and_not_dropped():
+    import datasets
+
+    dataset = datasets.Dataset.from_list(VALUES)
+    with pytest.raises(DataError, match=r"transform.*map\(function\)"):
+        open_sources([dataset.with_transform(lambda batch: batch)])
+    assert open_sources(dataset.with_format("numpy"))
+
+
 def test_every_row_of_an_array_on_one_line_is_trained(tmp_path, plain_tokenizer):
     rows_on_one_line = [{"text": f"row {number}"} for number in range(50)] + [{"text": ""}, {"text": "last"}]
     path = write(tmp_path / "a.json", json.dumps(rows_on_one_line))

@@ -2,11 +2,13 @@
 
 import json
 import pickle
+from datetime import datetime
+from decimal import Decimal
 
 import pytest
 
 from lightning_fastft.packing.rows import parsing, rejects
-from lightning_fastft.packing.rows.messages import check_messages
+from lightning_fastft.packing.rows.messages import check_messages, check_tools
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 
 
@@ -111,6 +113,18 @@ def test_check_messages_takes_tool_calls_parts_and_nulls():
     checked = check_messages(messages)
     assert [message["role"] for message in checked] == ["system", "user", "assistant", "tool", "assistant"]
     assert "tool_calls" not in checked[1]
+
+
+@pytest.mark.parametrize("value", [datetime(2024, 1, 5), b"x", Decimal("1.5")])
+def test_arguments_and_tools_of_a_table_that_json_lacks_are_refused(value):
+    """A template would write <datetime> in their place."""
+    for name in ("tool_calls", "function_call"):
+        call = {"name": "f", "arguments": {"days": [value]}}
+        answer = {"role": "assistant", name: [{"function": call}] if name == "tool_calls" else call}
+        assert reason_of(check_messages, [{"role": "user", "content": "a"}, answer]) == rejects.WRONG_TYPE
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": value}}}
+    assert reason_of(check_tools, [tool]) == rejects.WRONG_TYPE
+    assert check_tools('[{"name": "f"}]') == check_tools([{"name": "f"}]) == [{"name": "f"}]
 
 
 @pytest.mark.parametrize(

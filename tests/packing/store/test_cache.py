@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizer
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.rows import rejects
@@ -277,6 +279,49 @@ def test_fingerprint_follows_rows_options_and_tokenizer(tmp_path):
     path.write_text(text.replace("plus 7", "plus 8"))
     others.append(fingerprint(tokenizer))
     assert len({first, *others}) == 6
+
+
+class WordTokenizer(PreTrainedTokenizer):
+    """Words of a list; a tokenizer in Python, as remote code is."""
+
+    def __init__(self, do_lower_case=False, **options):
+        self._words = ["<unk>", "</s>", "A", "a"]
+        self.do_lower_case = do_lower_case
+        super().__init__(do_lower_case=do_lower_case, unk_token="<unk>", eos_token="</s>", **options)
+
+    vocab_size = property(lambda self: len(self._words))
+
+    def get_vocab(self):
+        return {word: number for number, word in enumerate(self._words)}
+
+    def _tokenize(self, text, **options):
+        return (text.lower() if self.do_lower_case else text).split()
+
+    def _convert_token_to_id(self, token):
+        return self.get_vocab().get(token, 0)
+
+    def _convert_id_to_token(self, index):
+        return self._words[index]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(partial(build_tokenizer, bos_token="<s>"), "split_special_tokens"), (WordTokenizer, "do_lower_case")],
+)
+def test_cache_is_not_used_for_a_tokenizer_with_another_flag(tmp_path, make, name):
+    found = []
+    for value in (False, True, False):
+        tokenizer = make()
+        setattr(tokenizer, name, value)
+        options = FormatOptions(max_tokens=MAX_TOKENS)
+        rows = [{"text": "A a <|im_end|>"}]
+        dataset = tokenize_sources(rows, tokenizer=tokenizer, options=options, cache_dir=tmp_path)
+        assert np.array_equal(
+            dataset[0].input_ids, tokenize_sources(rows, tokenizer=tokenizer, options=options)[0].input_ids
+        )
+        found.append(dataset[0].input_ids.tolist())
+    assert found[0] == found[2] != found[1]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_dataset_in_files_pickles_as_a_path_and_one_in_memory_whole(tmp_path):

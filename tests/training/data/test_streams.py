@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError
+from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.reading.streams import open_stream
 from lightning_fastft.packing.rows.rejects import read_rejects
 from tests.support.datamodule_worker import SaveAt, TinyModel, make_data, make_rows, make_trainer, rows_in
@@ -113,8 +114,7 @@ def test_litdata_chunks_are_shuffled_and_resumed(tmp_path):
 def test_tables_of_text_are_streamed(tmp_path, name, mark):
     (tmp_path / name).write_text(f"prompt{mark}completion\none{mark}two\n")
     stream = open_stream(str(tmp_path / name), seed=0)
-    # To the end: datasets closes a table when its last row has been read.
-    rows = [row.raw for row in stream.read(epoch=0, state="", num_behind=0)]
+    rows = [json.loads(row.raw) for row in stream.read(epoch=0, state="", num_behind=0)]
     assert rows == [{"prompt": "one", "completion": "two"}]
 
 
@@ -141,6 +141,16 @@ def test_rows_of_a_table_lose_the_nulls_of_absent_keys():
     assert opened[0].num_absent == 1
 
 
+def test_nulls_of_json_columns_are_kept():
+    row = {"messages": [{"role": "user", "content": "a", "calls": [{"x": None}]}], "n": {"y": None, "z": 1}}
+    features = {"messages": datasets.List(datasets.Json()), "n": {name: datasets.Value("int64") for name in "yz"}}
+    data = datasets.Dataset.from_list([row], features=datasets.Features(features))
+    (found,) = streams_of(data.to_iterable_dataset())
+    assert (found.raw, found.num_absent) == ({**row, "n": {"z": 1}}, 1)
+    (source,) = open_sources([data])
+    assert found == next(source.read(None))
+
+
 def streams_of(stream):
     from lightning_fastft.packing.reading.streams import HubStream
 
@@ -160,7 +170,8 @@ def test_bad_rows_are_written_once_and_too_many_end_the_run(tmp_path):
         return datasets.IterableDataset.from_generator(generate)
 
     path = tmp_path / "rejected.jsonl"
-    options = {"rejected_path": str(path), "trainer": {"max_steps": 300}}
+    # A pass has about 400 packs; the second one begins before the end.
+    options = {"rejected_path": str(path), "trainer": {"max_steps": 700}}
     train_and_resume(tmp_path, make=make, save_at=200, **options)
     assert [reject.line for reject in read_rejects(path)] == [6, 701, 702]
     with pytest.raises(DataError, match="max_reject_share"):
