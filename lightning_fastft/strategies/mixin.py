@@ -358,12 +358,12 @@ class FastFTStrategyMixin(StepDownMixin):
 
     def _check_kinds(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse states of other kinds of optimizers or schedulers than this run has."""
-        settings = values_of_settings(checkpoint, self.lightning_module)
+        settings, has_scheduler = values_of_settings(checkpoint, self.lightning_module), bool(self.lr_scheduler_configs)
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):
-            check_optimizer(optimizer, state, settings=settings)
+            check_optimizer(optimizer, state, settings=settings, has_scheduler=has_scheduler)
         # Lightning restores schedulers last.
         for config, state in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", [])):
-            check_scheduler(config.scheduler, state)
+            check_scheduler(config.scheduler, state, settings=settings)
 
     def _inner_checkpoint_io(self) -> CheckpointIO:
         """Return the innermost CheckpointIO."""
