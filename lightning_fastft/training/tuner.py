@@ -28,6 +28,7 @@ from lightning_fastft.training.optimization.choice import (
     call_factory,
     choose_optimizer,
     find_fast_parameters,
+    find_undecayed_parameters,
     make_schedule,
     warn_of_new_schedule,
 )
@@ -81,7 +82,7 @@ class Tuner(EvaluatedCausalLM):
             adapters' compute copies in one pass, if every trained parameter is held in fp32 and there is no loss
             scaler; else torch.optim.AdamW, fused where it can be.
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
-        weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where
+        weight_decay: Decay of matrices, none on vectors, norms and biases; None for the optimizer's own, and 0 where
             optimizer is None.
         loraplus_lr_ratio: LoRA+: learning rate of B of each adapter (and of trained vectors) over learning_rate, at
             least 1; None for one rate. The name is PEFT's.
@@ -380,6 +381,7 @@ class Tuner(EvaluatedCausalLM):
         options: dict[str, Any] = {
             "learning_rate": self.learning_rate,
             "weight_decay": self.weight_decay,
+            "undecayed": find_undecayed_parameters(self),
             "wants_masters": has_bf16 and self._sharding is None and self.master_dtype_name == "float32",
         }
         if self.loraplus_lr_ratio is not None:

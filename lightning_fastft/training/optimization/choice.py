@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +34,22 @@ def find_fast_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> list[nn.P
     return [value for name, value in named if value.requires_grad and ("lora_B" in name or value.ndim == 1)]
 
 
+def find_undecayed_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the biases and the weights of norms in a module, which have no weight decay whatever their shape.
+
+    Experts hold their biases as one matrix (gpt-oss), and norms of heads have a row for each head (Cohere).
+
+    Source:
+        The names that transformers.Trainer excludes.
+    """
+    return [
+        value
+        for owner in module.modules()
+        for name, value in owner.named_parameters(recurse=False)
+        if "bias" in name or "norm" in type(owner).__name__.lower()
+    ]
+
+
 def choose_optimizer(
     parameters: Sequence[nn.Parameter],
     *,
@@ -41,12 +57,14 @@ def choose_optimizer(
     weight_decay: float | None,
     wants_masters: bool,
     trainer: Trainer,
+    undecayed: Collection[nn.Parameter] = (),
     fast: Sequence[nn.Parameter] = (),
     fast_ratio: float = 1.0,
 ) -> Optimizer:
     """Return ``FusedAdamW`` where it can step all parameters, else torch.optim.AdamW, fused where it can be.
 
-    Rates are 2e-4 and decay is 0 unless given; ``fast`` parameters have a rate fast_ratio times as large (LoRA+).
+    Rates are 2e-4 and decay is 0 unless given; ``undecayed`` parameters and vectors never have one, and ``fast``
+    parameters have a rate fast_ratio times as large (LoRA+).
 
     Raises:
         OptionError: The masters asked for are not possible.
@@ -56,6 +74,7 @@ def choose_optimizer(
         parameters,
         learning_rate=rate,
         weight_decay=weight_decay or 0.0,
+        undecayed=undecayed,
         fast=fast,
         fast_rate=rate * fast_ratio,
     )
@@ -85,6 +104,7 @@ def call_factory(
     weight_decay: float | None,
     wants_masters: bool,
     model_name: str,
+    undecayed: Collection[nn.Parameter] = (),
     fast: Sequence[nn.Parameter] = (),
     fast_ratio: float = 1.0,
 ) -> Optimizer:
@@ -108,6 +128,7 @@ def call_factory(
         parameters,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
+        undecayed=undecayed,
         fast=fast,
         fast_rate=None if learning_rate is None else learning_rate * fast_ratio,
     )

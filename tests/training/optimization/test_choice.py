@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.trainer_pt_utils import get_parameter_names
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.adamw_step.op import TensorTable
@@ -13,9 +14,15 @@ from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.fine_tuners import CONFIG, MODES, fit, trainable, tuner
-from tests.support.training_parts import packed_loader, quiet_trainer
+from tests.support.sizes import sizes
+from tests.support.tiny_models import build_tiny
+from tests.support.training_parts import VOCAB_SIZE, packed_loader, quiet_trainer
 
 register_strategies()
+
+COHERE = AutoConfig.for_model(
+    "cohere", **sizes(vocab=VOCAB_SIZE, width=32, inner=40, layers=2, heads=4, key_heads=2), use_qk_norm=True
+)
 
 
 def shares(module, num_steps=-1, *, folder=None, num_batches=4, callbacks=(), ckpt_path=None, **options):
@@ -163,6 +170,27 @@ def test_weight_decay_spares_vectors(tmp_path):
     for group in optimizer.param_groups:
         assert {parameter.ndim > 1 for parameter in group["params"]} == {group["weight_decay"] == 0.1}
     assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "spared"),
+    [("gpt_oss", {"gate_up_proj_bias", "down_proj_bias"}), ("cohere", {"q_norm.weight", "k_norm.weight"})],
+)
+def test_weight_decay_spares_biases_and_norms_that_are_matrices(tmp_path, family, spared):
+    model = AutoModelForCausalLM.from_config(COHERE) if family == "cohere" else build_tiny(family, attention="eager")
+    module = FineTuner(model, weight_decay=0.1)
+    groups = fit(module, tmp_path, max_steps=1).optimizers[0].param_groups
+    decay_of = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+    names = [name for name, parameter in module.named_parameters() if decay_of[parameter] == 0.0]
+    # Of transformers' Trainer, which decays vectors with other names (sinks).
+    patterns = [r"bias", r"layernorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = get_parameter_names(model, [torch.nn.LayerNorm], patterns)
+    assert set(names) == {
+        f"model.{name}" for name, weight in model.named_parameters() if name not in decayed or weight.ndim == 1
+    }
+    found = [name for name, parameter in module.named_parameters() if decay_of[parameter] == 0.0 and parameter.ndim > 1]
+    assert len(found) == 2 * len(spared)
+    assert all(name.endswith(tuple(spared)) for name in found)
 
 
 def test_model_with_nothing_to_train_is_refused(tmp_path):
