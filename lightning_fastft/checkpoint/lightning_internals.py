@@ -73,6 +73,19 @@ def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
             counts[name] = min(counts[name], max(0, counts["started"] - 1))
 
 
+def end_restart(trainer: Trainer) -> None:
+    """Count a resumed run as going on; in ``on_train_epoch_end``, after which nothing else reads it in that epoch.
+
+    Lightning (2.6.6) does the same right after the epoch, and does not step ReduceLROnPlateau before.
+    """
+    trainer.fit_loop._restarting = False
+
+
+def restore_metrics(trainer: Trainer, metrics: Metrics) -> None:
+    """Add metrics of a checkpoint to those that callbacks and schedulers read, until they are logged again."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
 def is_in_window(trainer: Trainer) -> bool:
     """Return whether gradients of a window are partly accumulated, or a micro-batch is running."""
     progress = batch_progress(trainer).current
