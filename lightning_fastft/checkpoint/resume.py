@@ -140,6 +140,7 @@ class ExactResume(GivenOnce, Callback):
             self._warn_of_lost_window(trainer)
         else:
             present = RandomState.capture(trainer.strategy.root_device)
+            self._warn_of_lost_gradients(trainer, pl_module)
         states = on_all_ranks(present.to_plain, error=FastFTError)
         settings, flags = self._settings(trainer, pl_module), self._flags.changed(pl_module)
         checkpoint[STATE] = {
@@ -341,4 +342,16 @@ class ExactResume(GivenOnce, Callback):
                 "resumed run skips these micro-batches (PackedDataModule repeats them). Save at optimizer steps with "
                 "ModelCheckpoint(every_n_train_steps=...), or make val_check_interval a multiple of "
                 "accumulate_grad_batches."
+            )
+
+    def _warn_of_lost_gradients(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn where manual optimization has accumulated gradients and not stepped."""
+        if pl_module.automatic_optimization or self._has_warned or trainer.global_step != self._step_before:
+            return
+        if any(parameter.grad is not None for parameter in pl_module.parameters()):
+            self._has_warned = True
+            rank_zero_warn(
+                "A checkpoint was saved in manual optimization after a micro-batch without a step. Accumulated "
+                "gradients are not saved, so a resumed run steps without them. Save at optimizer steps with "
+                "ModelCheckpoint(every_n_train_steps=...)."
             )
