@@ -22,6 +22,7 @@ from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ran
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.checkpoint.settings import check_optimizer, check_scheduler, check_settings, values_of_settings
 from lightning_fastft.checkpoint.stops import RunStopped
+from lightning_fastft.checkpoint.wide_states import restore_wide_states
 from lightning_fastft.core.checks import check_bool
 from lightning_fastft.core.collection import collect_after_step, collect_between_steps
 from lightning_fastft.core.errors import CheckpointNotSavedError, ResumeError, describe_mismatch
@@ -170,6 +171,8 @@ class FastFTStrategyMixin(StepDownMixin):
         self._check_kinds(checkpoint)
         if not any(getattr(optimizer, "offload", 0.0) for optimizer in self.optimizers):
             super().load_optimizer_state_dict(checkpoint)
+            if self.lightning_module is not None:
+                restore_wide_states(self.optimizers, checkpoint, self.lightning_module)
             return
         # Lightning would move them to the device.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
