@@ -129,8 +129,9 @@ class ExactResume(GivenOnce, Callback):
     # Random states and trained parameters.
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record which parameters are trained."""
+        """Record which parameters are trained, and freeze those of a checkpoint; the optimizers are there."""
         self._flags.note(pl_module)
+        self._flags.freeze(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add random states of all ranks, settings, and changes of ``requires_grad``. Every rank must call this."""
@@ -197,6 +198,8 @@ class ExactResume(GivenOnce, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the signal handlers if there was no sanity check, create the process group, and find the epoch."""
         begin_next_epoch(trainer)
+        # Strategies that shard load a checkpoint after on_fit_start.
+        self._flags.freeze(pl_module)
         self._plateaus.start(trainer)
         self._take_signals(trainer)
         self._vote.open()
