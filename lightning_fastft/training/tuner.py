@@ -21,6 +21,7 @@ from lightning_fastft.training.model.evaluation import EvaluatedCausalLM
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
 from lightning_fastft.training.model.options import (
     ModelOptions,
+    check_interval,
     check_optimizer_options,
     collect_optimizer_hyperparameters,
 )
@@ -269,6 +270,7 @@ class Tuner(EvaluatedCausalLM):
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
         if isinstance(self.scheduler, str):
+            check_interval(self)
             # Lightning gives a run that trains nothing the length of an endless one.
             num_steps = self.trainer.estimated_stepping_batches if self.trainer.limit_train_batches else 0
             warn_of_new_schedule(self.trainer, self.scheduler, num_steps=num_steps)

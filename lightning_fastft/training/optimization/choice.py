@@ -111,8 +111,8 @@ def call_factory(
     """Return the user's own optimizer.
 
     Raises:
-        OptionError: It refuses the parameters, ``master_dtype`` asks for masters in the tuner's own optimizer, or
-            LoRA+ has no learning rate to multiply.
+        OptionError: It refuses the parameters, or has no weight decay where one is given, ``master_dtype`` asks for
+            masters in the tuner's own optimizer, or LoRA+ has no learning rate to multiply.
     """
     if fast and learning_rate is None:
         raise OptionError(
@@ -133,7 +133,7 @@ def call_factory(
         fast_rate=None if learning_rate is None else learning_rate * fast_ratio,
     )
     try:
-        return factory(groups)
+        optimizer = factory(groups)
     except OptionError:
         # Of FusedAdamW, about its options.
         raise
@@ -143,6 +143,13 @@ def call_factory(
             "matrices alone (Muon) needs a configure_optimizers of your own, with a second one for vectors and "
             "embeddings."
         ) from error
+    # PyTorch keeps unknown options of a group without a word.
+    if weight_decay and optimizer.defaults and "weight_decay" not in optimizer.defaults:
+        raise OptionError(
+            f"weight_decay={weight_decay} has no effect on {type(optimizer).__name__}, which has no such option. "
+            "Remove it, or use another optimizer."
+        )
+    return optimizer
 
 
 def make_schedule(

@@ -122,6 +122,45 @@ def test_scheduler_of_the_users_own_moves_per_step_or_epoch(tmp_path):
     assert trainer.lr_scheduler_configs[0].monitor == "val_loss"
 
 
+def steps_down(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"scheduler_interval": "epoch"}, "scheduler_interval='epoch'.*scheduler='cosine'"),
+        ({"scheduler": "constant", "scheduler_interval": "epoch"}, "scheduler_interval='epoch'.*scheduler='constant'"),
+        ({"scheduler": steps_down, "warmup_share": 0.1}, "warmup_share=0.1"),
+        ({"scheduler": steps_down, "warmup_steps": 3}, "warmup_steps=3"),
+        ({"optimizer": torch.optim.Rprop, "weight_decay": 0.1}, "weight_decay=0.1 has no effect on Rprop"),
+    ],
+)
+def test_options_without_an_effect_are_refused(tmp_path, options, named):
+    with pytest.raises(OptionError, match=named):
+        fit(tuner(**options), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheduler": steps_down, "warmup_share": 0.0},
+        {"optimizer": torch.optim.Rprop, "weight_decay": 0.0},
+        {"optimizer": torch.optim.RMSprop, "weight_decay": 0.1},
+    ],
+)
+def test_options_that_do_what_they_say_are_taken(tmp_path, options):
+    assert fit(tuner(**options), tmp_path, max_steps=1).global_step == 1
+
+
+def test_a_tuner_without_the_scheduler_of_its_checkpoint_is_loaded_and_refused_by_a_fit(tmp_path):
+    module = tuner(scheduler=steps_down, scheduler_interval="epoch")
+    fit(module, tmp_path, max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(OptionError, match="scheduler_interval"):
+        fit(loaded, tmp_path)
+
+
 def test_schedule_without_an_end_is_refused(tmp_path):
     with pytest.raises(OptionError, match="max_steps"):
         fit(tuner(), tmp_path, max_steps=-1, max_epochs=-1)
