@@ -27,11 +27,11 @@ from lightning_fastft.training.model.options import (
 )
 from lightning_fastft.training.optimization.choice import (
     call_factory,
+    check_schedule_length,
     choose_optimizer,
     find_fast_parameters,
     find_undecayed_parameters,
     make_schedule,
-    warn_of_new_schedule,
 )
 from lightning_fastft.training.optimization.schedules import RunSchedule, apply_found_rate, apply_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -273,7 +273,7 @@ class Tuner(EvaluatedCausalLM):
             check_interval(self)
             # Lightning gives a run that trains nothing the length of an endless one.
             num_steps = self.trainer.estimated_stepping_batches if self.trainer.limit_train_batches else 0
-            warn_of_new_schedule(self.trainer, self.scheduler, num_steps=num_steps)
+            check_schedule_length(self.trainer, self.scheduler, num_steps=num_steps)
             is_counted = num_steps == self.trainer.max_steps
             share_of_peak = make_schedule(
                 self.scheduler,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -178,9 +179,22 @@ def make_schedule(
     return learning_rate_schedule(name, num_steps=whole_steps, num_warmup_steps=num_warmup_steps, end_share=end_share)
 
 
-def warn_of_new_schedule(trainer: Trainer, name: str, *, num_steps: float) -> None:
-    """Warn in a second fit of a Trainer that a falling schedule begins anew and does not reach its end."""
+def check_schedule_length(trainer: Trainer, name: str, *, num_steps: float) -> None:
+    """Check that a falling schedule ends with the run; warn in a second fit of a Trainer that it begins anew and does
+    not reach its end.
+
+    Raises:
+        OptionError: A callback changes the number of steps of an epoch.
+    """
     num_done = trainer.global_step
+    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
+    changing = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if name != "constant" and num_steps != trainer.max_steps and any(set(each.values()) != {1} for each in changing):
+        raise OptionError(
+            f"GradientAccumulationScheduler({changing[0]}) changes the number of optimizer steps, and "
+            f"scheduler={name!r} would not end with the run. Set Trainer(accumulate_grad_batches=...) instead, or "
+            "Trainer(max_steps=...)."
+        )
     if name != "constant" and trainer.ckpt_path is None and 0 < num_done < num_steps:
         rank_zero_warn(
             f"This Trainer has trained {num_done} of {num_steps:.0f} optimizer steps, and its next fit has a new "

@@ -1,10 +1,11 @@
 """The optimizer and the schedule of a FineTuner."""
 
+import functools
 import gc
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -159,6 +160,15 @@ def test_a_tuner_without_the_scheduler_of_its_checkpoint_is_loaded_and_refused_b
     loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(OptionError, match="scheduler_interval"):
         fit(loaded, tmp_path)
+
+
+def test_a_callback_that_changes_accumulation_is_refused_unless_steps_are_counted(tmp_path):
+    run = functools.partial(shares, folder=tmp_path, accumulate_grad_batches=1, max_epochs=2)
+    with pytest.raises(OptionError, match="GradientAccumulationScheduler"):
+        run(tuner(), callbacks=[GradientAccumulationScheduler({1: 2})])
+    found = run(tuner(scheduler="linear", warmup_share=0.0), 6, callbacks=[GradientAccumulationScheduler({1: 2})])
+    assert found == pytest.approx([1 - step / 6 for step in range(6)])
+    assert len(run(tuner(scheduler="constant"), callbacks=[GradientAccumulationScheduler({1: 2})])) == 6
 
 
 def test_schedule_without_an_end_is_refused(tmp_path):
