@@ -17,6 +17,7 @@ from lightning_fastft.activations.budgets import auto_vram_bytes, is_unified
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.last import with_last
+from lightning_fastft.checkpoint.lightning_internals import skip_rate_finders
 from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume
@@ -244,12 +245,12 @@ class FastFTStrategyMixin(StepDownMixin):
     def setup(self, trainer: Trainer) -> None:
         """Install packed training on the built model, then set up the parent strategy."""
         self._fastft_trainer = trainer
-        self._has_logged_backends = False
-        self._even_batches = None
+        self._has_logged_backends, self._even_batches = False, None
+        self._patcher = patcher_of(trainer)
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             prepare_places(trainer, self._inner_checkpoint_io())
-        self._patcher = patcher_of(trainer)
+            skip_rate_finders(trainer, self._patcher)
         for callback in callbacks_of(trainer):
             if isinstance(callback, ExactResume):
                 self._patcher.add_undo(functools.partial(callback.release_signals, trainer))
