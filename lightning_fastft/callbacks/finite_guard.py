@@ -137,6 +137,10 @@ class FiniteGuard(GivenOnce, Callback):
         if self._trainer is not None:
             self._losses.append(loss.detach().reshape(()).float())
 
+    def drop_window(self) -> None:
+        """Forget the losses of micro-batches whose gradients were dropped without a step."""
+        self._micros, self._losses, self._norms = [], [], []
+
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check the gradients before clipping, unless the optimizer provides the norm that it clips by."""

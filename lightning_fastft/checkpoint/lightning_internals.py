@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -71,6 +72,32 @@ def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
         counts = loop["epoch_progress"][tracker]
         for name in ("processed", "completed"):
             counts[name] = min(counts[name], max(0, counts["started"] - 1))
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Count a resumed run as going on; in ``on_train_epoch_end``, after which nothing else reads it in that epoch.
+
+    Lightning (2.6.6) does the same right after the epoch, and does not step ReduceLROnPlateau before.
+    """
+    trainer.fit_loop._restarting = False
+
+
+def restore_metrics(trainer: Trainer, metrics: Metrics) -> None:
+    """Add metrics of a checkpoint to those that callbacks and schedulers read, until they are logged again."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def skip_rate_finders(trainer: Trainer, patcher: ModelPatcher) -> None:
+    """Have no LearningRateFinder search in a run that resumes; call it when its checkpoint is open, before
+    ``on_fit_start``. The patcher undoes it.
+
+    After its trial Lightning (2.6.6) forgets the checkpoint of the run: only its weights would be used, and training
+    would begin again at step 0 with a new optimizer.
+    """
+    for callback in getattr(trainer, "callbacks", ()) if trainer.ckpt_path is not None else ():
+        if isinstance(callback, LearningRateFinder):
+            rank_zero_info(f"{type(callback).__name__} is skipped: the rates of the checkpoint go on.")
+            patcher.set_attribute(callback, "lr_find", do_nothing)
 
 
 def is_in_window(trainer: Trainer) -> bool:

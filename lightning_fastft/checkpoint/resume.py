@@ -21,6 +21,7 @@ from lightning_fastft.checkpoint.lightning_internals import (
     signal_connector,
     sigterm_broadcast,
 )
+from lightning_fastft.checkpoint.plateaus import ResumedPlateaus
 from lightning_fastft.checkpoint.ranks import RankVote, on_all_ranks
 from lightning_fastft.checkpoint.remote import is_remote
 from lightning_fastft.checkpoint.rng import RandomState
@@ -53,10 +54,11 @@ class ExactResume(GivenOnce, Callback):
 
     The strategies of this package add it. The result is bit-equal if the kernels of the model are deterministic.
 
-    Checkpoints get the random states of all ranks, which are restored at the first batch, and the parameters that
-    callbacks froze or unfroze during the run. A checkpoint inside an accumulation window has the random states of the
-    start of that window, because partial gradients are not saved. PackedDataModule repeats the window; for other data
-    modules there is a warning. Settings that differ from those of the checkpoint are reported.
+    Checkpoints get the random states of all ranks, which are restored at the first batch, the parameters that
+    callbacks froze or unfroze during the run, and the metrics that ReduceLROnPlateau monitors. A checkpoint inside an
+    accumulation window has the random states of the start of that window, because partial gradients are not saved.
+    PackedDataModule repeats the window; for other data modules there is a warning. Settings that differ from those of
+    the checkpoint are reported.
 
     After SIGTERM or SIGUSR1 all ranks save ``stopped-step=N.ckpt`` at the next optimizer step, and exit with code 143
     or 138. The folder is that of the first ModelCheckpoint, else the Trainer's ``default_root_dir``. A first Ctrl-C
@@ -104,6 +106,7 @@ class ExactResume(GivenOnce, Callback):
         self._step_before = 0
         self._to_restore: RandomState | None = None
         self._flags = TrainedFlags()
+        self._plateaus = ResumedPlateaus()
         self._has_warned = False
         self._seed = 0
         self._status = Status("exact resume", "inactive", "no training yet")
@@ -120,13 +123,15 @@ class ExactResume(GivenOnce, Callback):
         self._has_stopped = False
         self._at_window_start = self._to_restore = None
         self._flags = TrainedFlags()
+        self._plateaus = ResumedPlateaus()
         self._seed = torch.initial_seed()
 
     # Random states and trained parameters.
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record which parameters are trained."""
+        """Record which parameters are trained, and freeze those of a checkpoint; the optimizers are there."""
         self._flags.note(pl_module)
+        self._flags.freeze(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add random states of all ranks, settings, and changes of ``requires_grad``. Every rank must call this."""
@@ -136,9 +141,15 @@ class ExactResume(GivenOnce, Callback):
             self._warn_of_lost_window(trainer)
         else:
             present = RandomState.capture(trainer.strategy.root_device)
+            self._warn_of_lost_gradients(trainer, pl_module)
         states = on_all_ranks(present.to_plain, error=FastFTError)
         settings, flags = self._settings(trainer, pl_module), self._flags.changed(pl_module)
-        checkpoint[STATE] = {"random": states, "settings": settings, "requires_grad": flags}
+        checkpoint[STATE] = {
+            "random": states,
+            "settings": settings,
+            "requires_grad": flags,
+            "plateaus": self._plateaus.save(trainer),
+        }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read the random state of this rank, restore which parameters are trained, and warn of other settings."""
@@ -153,6 +164,7 @@ class ExactResume(GivenOnce, Callback):
             )
             return
         self._flags.restore(pl_module, state.get("requires_grad", {}))
+        self._plateaus.load(state.get("plateaus", {}))
         for line in describe_differences(state["settings"], self._settings(trainer, pl_module)):
             rank_zero_warn(f"Resumed with another setting than that of the checkpoint: {line}.")
         states = state["random"]
@@ -167,6 +179,7 @@ class ExactResume(GivenOnce, Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Restore the random states at the first batch of a resumed run; record them at the start of each window."""
         self._stops.note_progress()
+        self._plateaus.note(has_validated=False)
         self._step_before = trainer.global_step
         device = trainer.strategy.root_device
         if self._to_restore is not None:
@@ -185,6 +198,9 @@ class ExactResume(GivenOnce, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the signal handlers if there was no sanity check, create the process group, and find the epoch."""
         begin_next_epoch(trainer)
+        # Strategies that shard load a checkpoint after on_fit_start.
+        self._flags.freeze(pl_module)
+        self._plateaus.start(trainer)
         self._take_signals(trainer)
         self._vote.open()
         self._disable_sigterm_broadcast(trainer)
@@ -203,6 +219,7 @@ class ExactResume(GivenOnce, Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the number of validation batches that every rank has: the ranks can vote that often."""
+        self._plateaus.note(has_validated=False)
         self._num_val_votes = 0
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             num_batches = sum(trainer.num_val_batches)
@@ -222,6 +239,14 @@ class ExactResume(GivenOnce, Callback):
         if self._num_val_votes > 0:
             self._num_val_votes -= 1
             self._stop_if_told(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record that metrics are complete."""
+        self._plateaus.note(has_validated=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have ReduceLROnPlateau move at the end of the epoch in which the run was resumed."""
+        self._plateaus.end_epoch(trainer)
 
     def _stop_if_told(self, trainer: Trainer) -> None:
         number = self._vote.agree(self._stops.received)
@@ -248,6 +273,7 @@ class ExactResume(GivenOnce, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the process group; Lightning restores the signal handlers."""
+        self._plateaus.note_end()
         self._stops.unwatch()
         self._patcher.undo()
         self._vote.close()
@@ -319,4 +345,16 @@ class ExactResume(GivenOnce, Callback):
                 "resumed run skips these micro-batches (PackedDataModule repeats them). Save at optimizer steps with "
                 "ModelCheckpoint(every_n_train_steps=...), or make val_check_interval a multiple of "
                 "accumulate_grad_batches."
+            )
+
+    def _warn_of_lost_gradients(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn where manual optimization has accumulated gradients and not stepped."""
+        if pl_module.automatic_optimization or self._has_warned or trainer.global_step != self._step_before:
+            return
+        if any(parameter.grad is not None for parameter in pl_module.parameters()):
+            self._has_warned = True
+            rank_zero_warn(
+                "A checkpoint was saved in manual optimization after a micro-batch without a step. Accumulated "
+                "gradients are not saved, so a resumed run steps without them. Save at optimizer steps with "
+                "ModelCheckpoint(every_n_train_steps=...)."
             )

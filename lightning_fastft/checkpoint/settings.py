@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,7 +20,13 @@ _FIXED = ("lora.r",)
 # Settings that add groups to the optimizer if they are given.
 _GROUPING = ("loraplus_lr_ratio",)
 # Settings whose values come from the checkpoint and not from this run.
-_RESTORED = ("learning_rate", "loraplus_lr_ratio", "weight_decay", "seed_everything")
+_RESTORED = (
+    "learning_rate", "loraplus_lr_ratio", "weight_decay", "seed_everything",
+    # Common names in modules of a user.
+    "lr", "betas", "momentum",
+)  # fmt: skip
+# Settings from which learning rates of groups follow.
+_RATE_SETTINGS = ("learning_rate", "loraplus_lr_ratio", "lr")
 # Names in the states of all schedulers; versions of torch differ in them.
 _NAMES_OF_ALL_SCHEDULERS = {
     "base_lrs", "last_epoch", "verbose", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial",
@@ -27,6 +34,7 @@ _NAMES_OF_ALL_SCHEDULERS = {
 # Options of optimizers that a schedule changes, and options that only change the speed.
 _RATES = {"lr", "initial_lr"}
 _SPEED_OPTIONS = {"foreach", "fused", "capturable", "differentiable"}
+_PLAIN_TYPES = (int, float, str, tuple, list, dict, type(None))
 _NOT_GIVEN = object()
 _TRAINER_SETTINGS = (
     "accumulate_grad_batches",
@@ -88,15 +96,22 @@ def values_of_settings(checkpoint: Mapping[str, Any], module: Any) -> dict[str, 
     return {name: (saved[name], current[name]) for name in saved.keys() & current.keys()}
 
 
-def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], *, settings: Mapping[str, tuple[Any, Any]]) -> None:
+def check_optimizer(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    *,
+    settings: Mapping[str, tuple[Any, Any]],
+    has_scheduler: bool = True,
+) -> None:
     """Check that a saved state is not that of another kind of optimizer, by the options of its first group; warn of
-    options with another value, which torch replaces by those of the state.
+    options and learning rates with another value, which torch replaces by those of the state.
 
     Args:
         optimizer: The optimizer of this run.
         saved: State of an optimizer in the checkpoint.
         settings: From ``values_of_settings``. ExactResume warns of those that differ, so that an option with the same
-            two values is not reported again.
+            two values, or a rate, is not reported again.
+        has_scheduler: Whether a scheduler has learning rates, which ``check_scheduler`` compares.
 
     Raises:
         ResumeError: Each has numbers among its options that the other has not, or they have different numbers of
@@ -116,12 +131,22 @@ def check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], *, settings:
             f"run has {num_own}. Resume with the optimizer of that run, or start a new run from its weights without "
             "ckpt_path."
         )
-    for line in _describe_options(optimizer, saved["param_groups"][0], settings=settings):
-        rank_zero_warn(f"Resumed with another option of {type(optimizer).__name__} than that of the checkpoint: {line}")
+    lines = _describe_options(optimizer, saved["param_groups"], settings=settings)
+    if not has_scheduler and not _has_other_rates(settings):
+        lines += _describe_rates(optimizer, saved["param_groups"])
+    _warn_of_options(optimizer, lines)
 
 
-def check_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Check that a saved state is not that of another kind of learning-rate scheduler, by its names.
+def check_scheduler(
+    scheduler: Any, saved: Mapping[str, Any], *, settings: Mapping[str, tuple[Any, Any]] | None = None
+) -> None:
+    """Check that a saved state is not that of another kind of learning-rate scheduler, by its names; warn of options
+    and initial learning rates with another value, which torch replaces by those of the state.
+
+    Args:
+        scheduler: The scheduler of this run.
+        saved: Its state in the checkpoint.
+        settings: As in ``check_optimizer``.
 
     Raises:
         ResumeError: Each has names that the other has not.
@@ -133,6 +158,13 @@ def check_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
             f"has {_list_names(own)}. Resume with the scheduler of that run, or start a new run from its weights "
             "without ckpt_path."
         )
+    lines = _describe_scheduler_options(scheduler, saved)
+    if not _has_other_rates(settings or {}):
+        lines += _describe_initial_rates(scheduler, saved)
+    _warn_of_options(scheduler, lines)
+    # Of SequentialLR and ChainedScheduler.
+    for inner, state in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())):
+        check_scheduler(inner, state, settings=settings)
 
 
 def _list_names(names: set[str]) -> str:
@@ -176,22 +208,75 @@ def _numbers(options: Mapping[str, Any]) -> set[str]:
     return {name for name in names if not isinstance(options[name], bool)} - _RATES
 
 
+def _has_other_rates(settings: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Return whether a setting that determines learning rates differs, of which ExactResume warns."""
+    return any(settings[name][0] != settings[name][1] for name in _RATE_SETTINGS if name in settings)
+
+
+def _warn_of_options(owner: object, lines: Iterable[str]) -> None:
+    for line in dict.fromkeys(lines):
+        rank_zero_warn(f"Resumed with another option of {type(owner).__name__} than that of the checkpoint: {line}")
+
+
 def _describe_options(
-    optimizer: Optimizer, saved: Mapping[str, Any], *, settings: Mapping[str, tuple[Any, Any]]
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], *, settings: Mapping[str, tuple[Any, Any]]
 ) -> list[str]:
-    """Return a line per option of the first group whose values differ and change the arithmetic."""
-    own, names = optimizer.param_groups[0], optimizer.defaults.keys() - _RATES - _SPEED_OPTIONS
-    if "base_momentum" in saved:
+    """Return a line per option of a group whose values differ and change the arithmetic."""
+    names = optimizer.defaults.keys() - _RATES - _SPEED_OPTIONS
+    if "base_momentum" in saved[0]:
         # OneCycleLR and CyclicLR change the momentum in each step.
         names -= {"momentum", "betas"}
     return [
-        f"{name} was {saved[name]!r} and is {own[name]!r} (the checkpoint's is used)."
-        for name in sorted(names & saved.keys())
+        _say_restored(name, group[name], own[name])
+        for own, group in zip(optimizer.param_groups, saved)
+        for name in sorted(names & group.keys())
         if isinstance(own[name], (int, float, tuple))
-        and isinstance(saved[name], (int, float, tuple, list))
-        and _plain(own[name]) != _plain(saved[name])
-        and settings.get(name) != (saved[name], own[name])
+        and isinstance(group[name], (int, float, tuple, list))
+        and _plain(own[name]) != _plain(group[name])
+        and settings.get(name) != (group[name], own[name])
     ]
+
+
+def _describe_rates(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line per group whose learning rate differs."""
+    return [
+        _say_restored("lr", group["lr"], own["lr"])
+        for own, group in zip(optimizer.param_groups, saved)
+        # LearningRateFinder adds a scheduler for its trial, and restores the checkpoint that it began with.
+        if "initial_lr" not in own and isinstance(own["lr"], (int, float)) and _plain(group["lr"]) != own["lr"]
+    ]
+
+
+def _describe_scheduler_options(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return a line per argument of the class of a scheduler whose values in both states differ."""
+    own = scheduler.state_dict()
+    # Where a metric comes from is no part of a schedule, and its progress no option.
+    arguments = inspect.signature(type(scheduler)).parameters.keys() - {
+        "last_epoch",
+        "monitor",
+        "lr_lambda",
+        "schedulers",
+    }
+    # PyTorch keeps some as _milestones or max_lrs.
+    names = {kept for name in arguments for kept in (name, f"_{name}", f"{name}s") if kept in own and kept in saved}
+    return [
+        _say_restored(name.lstrip("_"), saved[name], own[name])
+        for name in sorted(names)
+        if isinstance(own[name], _PLAIN_TYPES) and _plain(saved[name]) != _plain(own[name])
+    ]
+
+
+def _describe_initial_rates(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return a line per group whose initial learning rate differs; groups of unfrozen layers come later."""
+    return [
+        _say_restored("lr", before, now)
+        for before, now in zip(saved.get("base_lrs", ()), getattr(scheduler, "base_lrs", ()))
+        if isinstance(now, (int, float)) and before != now
+    ]
+
+
+def _say_restored(name: str, before: Any, now: Any) -> str:
+    return f"{name} was {_plain(before)!r} and is {_plain(now)!r} (the checkpoint's is used)."
 
 
 def _plain(value: Any) -> Any:

@@ -27,6 +27,7 @@ class TrainedFlags:
 
     def __init__(self) -> None:
         self._first: dict[str, bool] | None = None
+        self._to_freeze: set[str] = set()
 
     def note(self, module: nn.Module) -> None:
         """Record the flags of a module, once for each run."""
@@ -39,11 +40,19 @@ class TrainedFlags:
         return {name: flag for name, flag in _read(module).items() if flag != first.get(name, flag)}
 
     def restore(self, module: nn.Module, changed: Mapping[str, bool]) -> None:
-        """Give the parameters of a new run the flags that changed before its checkpoint was saved."""
+        """Train the parameters of a new run that its checkpoint trained; ``freeze`` does the rest."""
         self.note(module)
+        self._to_freeze = {name for name, flag in changed.items() if not flag}
         for name, parameter in module.named_parameters():
-            if name in changed:
-                parameter.requires_grad = changed[name]
+            if changed.get(name, False):
+                parameter.requires_grad = True
+
+    def freeze(self, module: nn.Module) -> None:
+        """Freeze what the run of the checkpoint had frozen, once the optimizer is made: it holds those parameters."""
+        for name, parameter in module.named_parameters():
+            if name in self._to_freeze:
+                parameter.requires_grad = False
+        self._to_freeze = set()
 
 
 def _read(module: nn.Module) -> dict[str, bool]:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 # Callbacks whose hooks a Fabric loop can call; the others need a Trainer.
 CALLBACKS = (FusedKernels, BincountRouter, FiniteGuard, GradientHealth)
+# Number of arguments of Fabric.clip_gradients with error_if_nonfinite, behind module and optimizer.
+_PLACE_OF_ERROR = 4
 
 
 class FastFTFabric(Fabric):
@@ -196,7 +198,8 @@ class FastFTFabric(Fabric):
     def clip_gradients(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Clip gradients as Fabric does. With a 2-norm, FusedAdamW clips in its next step, without a host sync.
 
-        ``error_if_nonfinite`` then has no effect: use FiniteGuard, which skips such steps.
+        ``error_if_nonfinite`` then has no effect: use FiniteGuard, which skips such steps. If FiniteGuard is active, it
+        is False for other optimizers too, unless it is given.
         """
         inner = _unwrap_objects(optimizer)
         max_norm, clip_val = kwargs.get("max_norm"), args[0] if args else kwargs.get("clip_val")
@@ -209,6 +212,8 @@ class FastFTFabric(Fabric):
         grads = [each.grad for group in inner.param_groups for each in group["params"] if each.grad is not None]
         if clip_val is not None and not grads:
             return None
+        if self._fastft.skips_bad_steps() and len(args) < _PLACE_OF_ERROR:
+            kwargs.setdefault("error_if_nonfinite", False)
         return super().clip_gradients(module, optimizer, *args, **kwargs)
 
     def save(

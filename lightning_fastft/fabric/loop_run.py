@@ -12,6 +12,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.wrappers import _unwrap_compiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_fastft.callbacks.finite_guard import FiniteGuard
 from lightning_fastft.callbacks.optimizer_judge import list_names
 from lightning_fastft.core.errors import ContextError, NotTrainingError, OptionError
 from lightning_fastft.core.status import Status, render_status_table
@@ -165,6 +166,12 @@ class LoopRun:
                 f"{type(self.lightning_module).__name__} was called past DDP, so its gradients would differ between "
                 "ranks: call the module that fabric.setup returned."
             )
+        # Gradients that the loop dropped instead of stepping, for example after clipping, are not those of this window.
+        self._is_judged = False
+        if self._has_backward and not self._has_gradients():
+            for callback in self._given:
+                if isinstance(callback, FiniteGuard):
+                    callback.drop_window()
         if not self._has_backward:
             self._packed_steps.check_training_mode()
         self._check(trained)
@@ -190,6 +197,14 @@ class LoopRun:
                 self.gradient_clip_val, self.gradient_clip_algorithm = clip_val, "value"
             self._call("on_before_optimizer_step", optimizer)
             self.gradient_clip_val = self.gradient_clip_algorithm = None
+
+    def _has_gradients(self) -> bool:
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return any(each.grad is not None for group in groups for each in group["params"])
+
+    def skips_bad_steps(self) -> bool:
+        """Return whether a FiniteGuard is active."""
+        return any(isinstance(each, FiniteGuard) and each.status().state == "active" for each in self._given)
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Mapping[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):

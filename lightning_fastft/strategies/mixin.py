@@ -17,11 +17,13 @@ from lightning_fastft.activations.budgets import auto_vram_bytes, is_unified
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO
 from lightning_fastft.checkpoint.last import with_last
+from lightning_fastft.checkpoint.lightning_internals import skip_rate_finders
 from lightning_fastft.checkpoint.places import prepare_places
 from lightning_fastft.checkpoint.ranks import destroy_groups_at_exit, on_all_ranks
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.checkpoint.settings import check_optimizer, check_scheduler, check_settings, values_of_settings
 from lightning_fastft.checkpoint.stops import RunStopped
+from lightning_fastft.checkpoint.wide_states import restore_wide_states
 from lightning_fastft.core.checks import check_bool
 from lightning_fastft.core.collection import collect_after_step, collect_between_steps
 from lightning_fastft.core.errors import CheckpointNotSavedError, ResumeError, describe_mismatch
@@ -170,6 +172,8 @@ class FastFTStrategyMixin(StepDownMixin):
         self._check_kinds(checkpoint)
         if not any(getattr(optimizer, "offload", 0.0) for optimizer in self.optimizers):
             super().load_optimizer_state_dict(checkpoint)
+            if self.lightning_module is not None:
+                restore_wide_states(self.optimizers, checkpoint, self.lightning_module)
             return
         # Lightning would move them to the device.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
@@ -241,12 +245,12 @@ class FastFTStrategyMixin(StepDownMixin):
     def setup(self, trainer: Trainer) -> None:
         """Install packed training on the built model, then set up the parent strategy."""
         self._fastft_trainer = trainer
-        self._has_logged_backends = False
-        self._even_batches = None
+        self._has_logged_backends, self._even_batches = False, None
+        self._patcher = patcher_of(trainer)
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             prepare_places(trainer, self._inner_checkpoint_io())
-        self._patcher = patcher_of(trainer)
+            skip_rate_finders(trainer, self._patcher)
         for callback in callbacks_of(trainer):
             if isinstance(callback, ExactResume):
                 self._patcher.add_undo(functools.partial(callback.release_signals, trainer))
@@ -358,12 +362,12 @@ class FastFTStrategyMixin(StepDownMixin):
 
     def _check_kinds(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse states of other kinds of optimizers or schedulers than this run has."""
-        settings = values_of_settings(checkpoint, self.lightning_module)
+        settings, has_scheduler = values_of_settings(checkpoint, self.lightning_module), bool(self.lr_scheduler_configs)
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):
-            check_optimizer(optimizer, state, settings=settings)
+            check_optimizer(optimizer, state, settings=settings, has_scheduler=has_scheduler)
         # Lightning restores schedulers last.
         for config, state in zip(self.lr_scheduler_configs, checkpoint.get("lr_schedulers", [])):
-            check_scheduler(config.scheduler, state)
+            check_scheduler(config.scheduler, state, settings=settings)
 
     def _inner_checkpoint_io(self) -> CheckpointIO:
         """Return the innermost CheckpointIO."""

@@ -39,8 +39,9 @@ class FusedAdamW(HeldState):
         eps: Added to the denominator, from 0.
         weight_decay: Decoupled decay per unit of learning rate, from 0.
         master_weights: Hold bf16 parameters in fp32 too: steps add to the master, ``state[...]["master"]``, and write
-            the parameter as its rounded value, so that changes too small for bf16 add up. A parameter that somebody
-            else has written since the last step is taken as it is then.
+            the parameter as its rounded value, so that changes too small for bf16 add up. Values that
+            somebody else has written since the last step are taken as they are then, unless they were written
+            through ``param.data``, which changes no version counter.
         optim_bits: 32, or 8 for moments in codes of 8 bits, those of bitsandbytes.optim.AdamW8bit: blocks of 256
             values and the largest magnitude of each. Parameters of fewer than 4096 values keep fp32, and so do sharded
             ones whose rows are no multiple of 256 values, because their shards would cut blocks. A gradient that is not

@@ -21,15 +21,17 @@ from lightning_fastft.training.model.evaluation import EvaluatedCausalLM
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
 from lightning_fastft.training.model.options import (
     ModelOptions,
+    check_interval,
     check_optimizer_options,
     collect_optimizer_hyperparameters,
 )
 from lightning_fastft.training.optimization.choice import (
     call_factory,
+    check_schedule_length,
     choose_optimizer,
     find_fast_parameters,
+    find_undecayed_parameters,
     make_schedule,
-    warn_of_new_schedule,
 )
 from lightning_fastft.training.optimization.schedules import RunSchedule, apply_found_rate, apply_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
@@ -83,7 +85,7 @@ class Tuner(EvaluatedCausalLM):
             adapters' compute copies in one pass, if every trained parameter is held in fp32 and there is no loss
             scaler; else torch.optim.AdamW, fused where it can be.
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
-        weight_decay: Decay of matrices, none on vectors (norms, biases); None for the optimizer's own, and 0 where
+        weight_decay: Decay of matrices, none on vectors, norms and biases; None for the optimizer's own, and 0 where
             optimizer is None.
         loraplus_lr_ratio: LoRA+: learning rate of B of each adapter (and of trained vectors) over learning_rate, at
             least 1; None for one rate. The name is PEFT's.
@@ -270,9 +272,10 @@ class Tuner(EvaluatedCausalLM):
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
         if isinstance(self.scheduler, str):
+            check_interval(self)
             # Lightning gives a run that trains nothing the length of an endless one.
             num_steps = self.trainer.estimated_stepping_batches if self.trainer.limit_train_batches else 0
-            warn_of_new_schedule(self.trainer, self.scheduler, num_steps=num_steps)
+            check_schedule_length(self.trainer, self.scheduler, num_steps=num_steps)
             is_counted = num_steps == self.trainer.max_steps
             share_of_peak = make_schedule(
                 self.scheduler,
@@ -382,6 +385,7 @@ class Tuner(EvaluatedCausalLM):
         options: dict[str, Any] = {
             "learning_rate": self.learning_rate,
             "weight_decay": self.weight_decay,
+            "undecayed": find_undecayed_parameters(self),
             "wants_masters": has_bf16 and self._sharding is None and self.master_dtype_name == "float32",
         }
         if self.loraplus_lr_ratio is not None:

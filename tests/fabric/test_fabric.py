@@ -1,6 +1,7 @@
 import itertools
 import re
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -308,6 +309,47 @@ def test_the_guard_sees_gradients_before_they_are_clipped_by_value(optimizer):
         assert all(torch.equal(before[name], weight) for name, weight in trained(model).items())
         with pytest.warns(UserWarning, match="Optimizer step 1 was skipped: gradients"):
             fabric.close()
+
+
+@pytest.mark.filterwarnings("ignore:FiniteGuard. Optimizer step")
+@pytest.mark.parametrize(
+    "kind", [FusedAdamW, partial(torch.optim.AdamW, fused=True), torch.optim.AdamW], ids=["ours", "fused", "plain"]
+)
+def test_a_window_that_the_loop_drops_costs_no_later_step(kind):
+    def run(callbacks, **options):
+        fabric = open_fabric(callbacks=callbacks)
+        loader, plain = fabric.setup_datamodule(make_data()), make_model("qwen3")
+        with fabric:
+            model, optimizer = fabric.setup(plain, kind([each for each in plain.parameters() if each.requires_grad]))
+            for number, batch in enumerate(itertools.islice(loader, 5)):
+                fabric.backward(model(**batch).loss * (float("nan") if number == 2 else 1.0))
+                norm = fabric.clip_gradients(model, optimizer, max_norm=1.0, **options)
+                if torch.isfinite(norm):
+                    optimizer.step()
+                optimizer.zero_grad()
+        return trained(plain)
+
+    guarded = run([FiniteGuard(unsupported="wait")])
+    unguarded = run([], error_if_nonfinite=False)
+    assert all(torch.equal(weight, guarded[name]) for name, weight in unguarded.items())
+
+
+@pytest.mark.filterwarnings("ignore:FiniteGuard. Optimizer step")
+def test_the_guard_skips_bad_steps_where_torch_would_refuse_to_clip():
+    fabric = open_fabric(callbacks=[FiniteGuard()])
+    loader, plain = fabric.setup_datamodule(make_data()), make_model("qwen3")
+    before = trained(plain)
+    with fabric:
+        optimizer = torch.optim.AdamW([each for each in plain.parameters() if each.requires_grad], fused=True)
+        model, optimizer = fabric.setup(plain, optimizer)
+        for _, batch in zip(range(2), loader):
+            fabric.backward(model(**batch).loss * float("nan"))
+            with pytest.raises(RuntimeError, match="non-finite"):
+                fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=True)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(weight, before[name]) for name, weight in trained(plain).items())
 
 
 def test_the_guard_says_that_several_optimizers_do_not_skip_together():

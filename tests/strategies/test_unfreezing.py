@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -88,6 +89,26 @@ def test_resumed_run_continues_to_train_unfrozen_layers(name, step, tmp_path):
     resumed, _ = run(MODULES[name], tmp_path, callbacks=[Unfreeze()], ckpt_path=path)
     for (key, value), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert other.requires_grad, key
+        assert torch.equal(value, other), key
+
+
+class FreezeFirstLayer(Callback):
+    """Freezes a layer in the middle of the run, and trains it again later."""
+
+    def on_train_batch_start(self, trainer, pl_module, *args):
+        if trainer.global_step in (3, 8):
+            for name, parameter in pl_module.named_parameters():
+                if "layers.0." in name:
+                    parameter.requires_grad = trainer.global_step == 8
+
+
+@pytest.mark.parametrize("step", [2, 5, 9])
+@pytest.mark.parametrize("name", MODULES)
+def test_resumed_run_leaves_layers_frozen_that_were_frozen_in_the_middle(name, step, tmp_path):
+    path = tmp_path / "a.ckpt"
+    whole, _ = run(MODULES[name], tmp_path, callbacks=[FreezeFirstLayer(), GradientHealth(), Rates(step, path)])
+    resumed, _ = run(MODULES[name], tmp_path, callbacks=[FreezeFirstLayer(), GradientHealth()], ckpt_path=path)
+    for (key, value), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(value, other), key
 
 

@@ -376,6 +376,31 @@ def test_a_parameter_that_somebody_else_has_written_is_taken_as_it_is():
     assert torch.equal(optimizer.master_of(params[0]), untouched)
 
 
+def test_masters_are_kept_where_weights_are_loaded_behind_them_or_swapped_back():
+    params = make_params(torch.bfloat16)
+    optimizer = fused_adamw(params, master_weights=True)
+    run_steps(optimizer, params, range(3))
+    masters = [optimizer.master_of(param).clone() for param in params]
+    saved, state = [param.detach().clone() for param in params], copy.deepcopy(optimizer.state_dict())
+    resumed = make_params(torch.bfloat16)
+    later = fused_adamw(resumed, master_weights=True)
+    later.load_state_dict(state)
+    with torch.no_grad():
+        for swapped in (resumed, params):
+            for param, values in zip(swapped, saved):
+                param.zero_()
+                param.copy_(values)
+        for param in (resumed[5], params[5]):
+            param[:2] = 3.0
+    masters[5][:2] = 3.0
+    for one, held in ((optimizer, params), (later, resumed)):
+        one.param_groups[0]["lr"] = 0.0
+        give_gradients(3, held, missing={1})
+        one.step()
+        assert_same_params([one.master_of(param) for param in held[2:]], masters[2:])
+        assert_same_params(held[2:5], saved[2:5])
+
+
 def test_a_step_that_is_skipped_leaves_masters_as_they_are():
     params = make_params(torch.bfloat16)
     optimizer = fused_adamw(params, master_weights=True)

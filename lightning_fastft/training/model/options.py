@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Ten times the largest rate in use, and more steps than a run has: a larger number has a misplaced decimal point.
 LARGEST_RATE, LARGEST_STEP = 1e3, 10**9
+_DEFAULT_WARMUP_SHARE = 0.03
 # Options of the model and of the optimizer that a checkpoint keeps as they are.
 _KEPT_OF_OPTIMIZER = (
     "learning_rate", "weight_decay", "scheduler", "scheduler_interval", "warmup_share", "warmup_steps",
@@ -148,11 +149,12 @@ def check_optimizer_options(tuner: Tuner) -> None:
         check_float("weight_decay", tuner.weight_decay, low=0.0, high=LARGEST_RATE)
     if tuner.warmup_steps is not None:
         check_int("warmup_steps", tuner.warmup_steps, low=0, high=LARGEST_STEP)
-    if callable(tuner.scheduler) and (tuner.warmup_steps or tuner.min_learning_rate_share):
+    has_share = tuner.warmup_share not in (0.0, _DEFAULT_WARMUP_SHARE)
+    if callable(tuner.scheduler) and (tuner.warmup_steps or has_share or tuner.min_learning_rate_share):
         raise OptionError(
-            "warmup_steps and min_learning_rate_share have no effect on a scheduler of your own, got "
-            f"warmup_steps={tuner.warmup_steps}, min_learning_rate_share={tuner.min_learning_rate_share}. Remove them, "
-            "or remove scheduler."
+            "warmup_share, warmup_steps and min_learning_rate_share have no effect on a scheduler of your own, got "
+            f"warmup_share={tuner.warmup_share}, warmup_steps={tuner.warmup_steps}, "
+            f"min_learning_rate_share={tuner.min_learning_rate_share}. Remove them, or remove scheduler."
         )
     if tuner.loraplus_lr_ratio is not None:
         check_float("loraplus_lr_ratio", tuner.loraplus_lr_ratio, low=1.0, high=LARGEST_RATE)
@@ -160,6 +162,22 @@ def check_optimizer_options(tuner: Tuner) -> None:
             raise OptionError(
                 "loraplus_lr_ratio is for adapters, and the whole model is trained: give lora, or remove it."
             )
+
+
+def check_interval(tuner: Tuner) -> None:
+    """Check, when the optimizer is made, that scheduler_interval has an effect.
+
+    A tuner that is loaded from a checkpoint has it without the scheduler.
+
+    Raises:
+        OptionError: It has none.
+    """
+    if tuner.scheduler_interval != "step":
+        raise OptionError(
+            f"scheduler_interval={tuner.scheduler_interval!r} is for a scheduler of your own, and "
+            f"scheduler={tuner.scheduler!r} moves in every optimizer step. Remove it, or give a scheduler such as "
+            "torch.optim.lr_scheduler.StepLR."
+        )
 
 
 def check_second_model(name: str, model: object) -> None:

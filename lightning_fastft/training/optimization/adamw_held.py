@@ -12,7 +12,7 @@ import torch
 from lightning_fastft.core.errors import OptionError, ShapeError
 from lightning_fastft.kernels.adamw_step.codes import num_blocks
 from lightning_fastft.kernels.adamw_step.rows import TableRow, local_values
-from lightning_fastft.training.optimization.adamw_parts import Part, make_row, make_table, mark_of
+from lightning_fastft.training.optimization.adamw_parts import Part, follow_values, make_row, make_table, mark_of
 from lightning_fastft.training.optimization.adamw_shards import Groups, first_element, is_sharded, shard_groups
 from lightning_fastft.training.optimization.adamw_state import (
     MASTER,
@@ -339,7 +339,7 @@ class HeldState(torch.optim.Optimizer):
             if MASTER not in state:
                 state[MASTER] = param.detach().float()
             elif param in self._versions and self._versions[param] != mark_of(param):
-                state[MASTER].copy_(param)
+                follow_values(state[MASTER], param)
         return state
 
     def _groups_of(self, param: torch.Tensor) -> Groups:

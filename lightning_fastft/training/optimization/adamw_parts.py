@@ -54,6 +54,15 @@ def mark_of(param: torch.Tensor) -> tuple[int, ...]:
     return param._version, own._version, own.data_ptr()
 
 
+def follow_values(master: torch.Tensor, param: torch.Tensor) -> None:
+    """Write the values of a parameter to its master where the master does not round to them.
+
+    Weights that are loaded after the state of their optimizer, or swapped and swapped back, keep their masters.
+    """
+    own, wide = local_values(param.detach()), local_values(master)
+    wide.copy_(torch.where(wide.to(own.dtype) == own, wide, own.float()))
+
+
 def read_options(part: Part, *, rounding_seed: int | None) -> StepOptions:
     """Return the numbers of a part's next step."""
     group, rate = part.group, part.group["lr"]

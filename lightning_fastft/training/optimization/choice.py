@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -34,6 +35,22 @@ def find_fast_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> list[nn.P
     return [value for name, value in named if value.requires_grad and ("lora_B" in name or value.ndim == 1)]
 
 
+def find_undecayed_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the biases and the weights of norms in a module, which have no weight decay whatever their shape.
+
+    Experts hold their biases as one matrix (gpt-oss), and norms of heads have a row for each head (Cohere).
+
+    Source:
+        The names that transformers.Trainer excludes.
+    """
+    return [
+        value
+        for owner in module.modules()
+        for name, value in owner.named_parameters(recurse=False)
+        if "bias" in name or "norm" in type(owner).__name__.lower()
+    ]
+
+
 def choose_optimizer(
     parameters: Sequence[nn.Parameter],
     *,
@@ -41,12 +58,14 @@ def choose_optimizer(
     weight_decay: float | None,
     wants_masters: bool,
     trainer: Trainer,
+    undecayed: Collection[nn.Parameter] = (),
     fast: Sequence[nn.Parameter] = (),
     fast_ratio: float = 1.0,
 ) -> Optimizer:
     """Return ``FusedAdamW`` where it can step all parameters, else torch.optim.AdamW, fused where it can be.
 
-    Rates are 2e-4 and decay is 0 unless given; ``fast`` parameters have a rate fast_ratio times as large (LoRA+).
+    Rates are 2e-4 and decay is 0 unless given; ``undecayed`` parameters and vectors never have one, and ``fast``
+    parameters have a rate fast_ratio times as large (LoRA+).
 
     Raises:
         OptionError: The masters asked for are not possible.
@@ -56,6 +75,7 @@ def choose_optimizer(
         parameters,
         learning_rate=rate,
         weight_decay=weight_decay or 0.0,
+        undecayed=undecayed,
         fast=fast,
         fast_rate=rate * fast_ratio,
     )
@@ -85,14 +105,15 @@ def call_factory(
     weight_decay: float | None,
     wants_masters: bool,
     model_name: str,
+    undecayed: Collection[nn.Parameter] = (),
     fast: Sequence[nn.Parameter] = (),
     fast_ratio: float = 1.0,
 ) -> Optimizer:
     """Return the user's own optimizer.
 
     Raises:
-        OptionError: It refuses the parameters, ``master_dtype`` asks for masters in the tuner's own optimizer, or
-            LoRA+ has no learning rate to multiply.
+        OptionError: It refuses the parameters, or has no weight decay where one is given, ``master_dtype`` asks for
+            masters in the tuner's own optimizer, or LoRA+ has no learning rate to multiply.
     """
     if fast and learning_rate is None:
         raise OptionError(
@@ -108,11 +129,12 @@ def call_factory(
         parameters,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
+        undecayed=undecayed,
         fast=fast,
         fast_rate=None if learning_rate is None else learning_rate * fast_ratio,
     )
     try:
-        return factory(groups)
+        optimizer = factory(groups)
     except OptionError:
         # Of FusedAdamW, about its options.
         raise
@@ -122,6 +144,13 @@ def call_factory(
             "matrices alone (Muon) needs a configure_optimizers of your own, with a second one for vectors and "
             "embeddings."
         ) from error
+    # PyTorch keeps unknown options of a group without a word.
+    if weight_decay and optimizer.defaults and "weight_decay" not in optimizer.defaults:
+        raise OptionError(
+            f"weight_decay={weight_decay} has no effect on {type(optimizer).__name__}, which has no such option. "
+            "Remove it, or use another optimizer."
+        )
+    return optimizer
 
 
 def make_schedule(
@@ -150,9 +179,22 @@ def make_schedule(
     return learning_rate_schedule(name, num_steps=whole_steps, num_warmup_steps=num_warmup_steps, end_share=end_share)
 
 
-def warn_of_new_schedule(trainer: Trainer, name: str, *, num_steps: float) -> None:
-    """Warn in a second fit of a Trainer that a falling schedule begins anew and does not reach its end."""
+def check_schedule_length(trainer: Trainer, name: str, *, num_steps: float) -> None:
+    """Check that a falling schedule ends with the run; warn in a second fit of a Trainer that it begins anew and does
+    not reach its end.
+
+    Raises:
+        OptionError: A callback changes the number of steps of an epoch.
+    """
     num_done = trainer.global_step
+    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
+    changing = [each.scheduling for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if name != "constant" and num_steps != trainer.max_steps and any(set(each.values()) != {1} for each in changing):
+        raise OptionError(
+            f"GradientAccumulationScheduler({changing[0]}) changes the number of optimizer steps, and "
+            f"scheduler={name!r} would not end with the run. Set Trainer(accumulate_grad_batches=...) instead, or "
+            "Trainer(max_steps=...)."
+        )
     if name != "constant" and trainer.ckpt_path is None and 0 < num_done < num_steps:
         rank_zero_warn(
             f"This Trainer has trained {num_done} of {num_steps:.0f} optimizer steps, and its next fit has a new "

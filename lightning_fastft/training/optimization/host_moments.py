@@ -44,6 +44,8 @@ class HostMoments:
         self.optim_bits = optim_bits
         # Names and host tensors of each parameter; empty until open.
         self._held: dict[torch.Tensor, dict[str, torch.Tensor]] = {param: {} for param in params}
+        # Parameters whose moments a state has held: others are zeros.
+        self._taken: set[torch.Tensor] = set()
         self._slab: PinnedSlab | None = None
         self._streams: CopyStreams | None = None
         self.release()
@@ -74,7 +76,8 @@ class HostMoments:
         return sum(num_bytes for *_, num_bytes in self._wanted())
 
     def take(self, state: dict[str, torch.Tensor], param: torch.Tensor) -> None:
-        """Put the host tensors of a parameter into its state; moments on another device are copied.
+        """Put the host tensors of a parameter into its state; moments on another device are copied, and a state without
+        moments begins with zeros.
 
         Raises:
             HostMemoryError: The memory cannot be allocated or pinned.
@@ -89,7 +92,12 @@ class HostMoments:
             if given is not None and given is not host:
                 self.synchronize()
                 host.copy_(given.view(host.shape))
+            elif given is None and param in self._taken:
+                # The state was reset, as by a checkpoint from before the first step.
+                self.synchronize()
+                host.zero_()
             state[name] = host
+        self._taken.add(param)
 
     def split(self, row: TableRow) -> tuple[TableRow, list[Piece]]:
         """Return the row without moments, which counts for the norm, and the pieces that are stepped."""

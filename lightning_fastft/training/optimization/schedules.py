@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ def group_parameters(
     *,
     learning_rate: float | None = None,
     weight_decay: float | None = None,
+    undecayed: Collection[torch.nn.Parameter] = (),
     fast: Sequence[torch.nn.Parameter] = (),
     fast_rate: float | None = None,
 ) -> list[dict[str, Any]]:
@@ -30,6 +31,7 @@ def group_parameters(
         parameters: Trainable parameters.
         learning_rate: Rate of every group; None leaves the optimizer's own.
         weight_decay: Decay of matrices, with 0 for vectors (norms, biases); None leaves the optimizer's own for all.
+        undecayed: Those of the parameters that have 0 whatever their shape.
         fast: Those of the parameters that have a rate of their own, in groups after the others (LoRA+).
         fast_rate: Their rate.
 
@@ -47,16 +49,20 @@ def group_parameters(
             group
             for members, rate in rates
             if members
-            for group in group_parameters(members, learning_rate=rate, weight_decay=weight_decay)
+            for group in group_parameters(members, learning_rate=rate, weight_decay=weight_decay, undecayed=undecayed)
         ]
     shared = {} if learning_rate is None else {"lr": learning_rate}
     if weight_decay is None:
         return [{"params": list(parameters), **shared}]
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
+    spared = set(undecayed)
+    decays = [parameter.ndim > 1 and parameter not in spared for parameter in parameters]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay, **shared},
-        {"params": vectors, "weight_decay": 0.0, **shared},
+        {
+            "params": [parameter for parameter, has_it in zip(parameters, decays) if has_it is has_decay],
+            "weight_decay": weight_decay if has_decay else 0.0,
+            **shared,
+        }
+        for has_decay in (True, False)
     ]
     return [group for group in groups if group["params"]]
 

@@ -1,11 +1,13 @@
 """The optimizer and the schedule of a FineTuner."""
 
+import functools
 import gc
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.trainer_pt_utils import get_parameter_names
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.kernels.adamw_step.op import TensorTable
@@ -13,9 +15,15 @@ from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.fine_tuners import CONFIG, MODES, fit, trainable, tuner
-from tests.support.training_parts import packed_loader, quiet_trainer
+from tests.support.sizes import sizes
+from tests.support.tiny_models import build_tiny
+from tests.support.training_parts import VOCAB_SIZE, packed_loader, quiet_trainer
 
 register_strategies()
+
+COHERE = AutoConfig.for_model(
+    "cohere", **sizes(vocab=VOCAB_SIZE, width=32, inner=40, layers=2, heads=4, key_heads=2), use_qk_norm=True
+)
 
 
 def shares(module, num_steps=-1, *, folder=None, num_batches=4, callbacks=(), ckpt_path=None, **options):
@@ -115,6 +123,54 @@ def test_scheduler_of_the_users_own_moves_per_step_or_epoch(tmp_path):
     assert trainer.lr_scheduler_configs[0].monitor == "val_loss"
 
 
+def steps_down(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"scheduler_interval": "epoch"}, "scheduler_interval='epoch'.*scheduler='cosine'"),
+        ({"scheduler": "constant", "scheduler_interval": "epoch"}, "scheduler_interval='epoch'.*scheduler='constant'"),
+        ({"scheduler": steps_down, "warmup_share": 0.1}, "warmup_share=0.1"),
+        ({"scheduler": steps_down, "warmup_steps": 3}, "warmup_steps=3"),
+        ({"optimizer": torch.optim.Rprop, "weight_decay": 0.1}, "weight_decay=0.1 has no effect on Rprop"),
+    ],
+)
+def test_options_without_an_effect_are_refused(tmp_path, options, named):
+    with pytest.raises(OptionError, match=named):
+        fit(tuner(**options), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheduler": steps_down, "warmup_share": 0.0},
+        {"optimizer": torch.optim.Rprop, "weight_decay": 0.0},
+        {"optimizer": torch.optim.RMSprop, "weight_decay": 0.1},
+    ],
+)
+def test_options_that_do_what_they_say_are_taken(tmp_path, options):
+    assert fit(tuner(**options), tmp_path, max_steps=1).global_step == 1
+
+
+def test_a_tuner_without_the_scheduler_of_its_checkpoint_is_loaded_and_refused_by_a_fit(tmp_path):
+    module = tuner(scheduler=steps_down, scheduler_interval="epoch")
+    fit(module, tmp_path, max_steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    loaded = FineTuner.load_from_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(OptionError, match="scheduler_interval"):
+        fit(loaded, tmp_path)
+
+
+def test_a_callback_that_changes_accumulation_is_refused_unless_steps_are_counted(tmp_path):
+    run = functools.partial(shares, folder=tmp_path, accumulate_grad_batches=1, max_epochs=2)
+    with pytest.raises(OptionError, match="GradientAccumulationScheduler"):
+        run(tuner(), callbacks=[GradientAccumulationScheduler({1: 2})])
+    found = run(tuner(scheduler="linear", warmup_share=0.0), 6, callbacks=[GradientAccumulationScheduler({1: 2})])
+    assert found == pytest.approx([1 - step / 6 for step in range(6)])
+    assert len(run(tuner(scheduler="constant"), callbacks=[GradientAccumulationScheduler({1: 2})])) == 6
+
+
 def test_schedule_without_an_end_is_refused(tmp_path):
     with pytest.raises(OptionError, match="max_steps"):
         fit(tuner(), tmp_path, max_steps=-1, max_epochs=-1)
@@ -163,6 +219,27 @@ def test_weight_decay_spares_vectors(tmp_path):
     for group in optimizer.param_groups:
         assert {parameter.ndim > 1 for parameter in group["params"]} == {group["weight_decay"] == 0.1}
     assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "spared"),
+    [("gpt_oss", {"gate_up_proj_bias", "down_proj_bias"}), ("cohere", {"q_norm.weight", "k_norm.weight"})],
+)
+def test_weight_decay_spares_biases_and_norms_that_are_matrices(tmp_path, family, spared):
+    model = AutoModelForCausalLM.from_config(COHERE) if family == "cohere" else build_tiny(family, attention="eager")
+    module = FineTuner(model, weight_decay=0.1)
+    groups = fit(module, tmp_path, max_steps=1).optimizers[0].param_groups
+    decay_of = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+    names = [name for name, parameter in module.named_parameters() if decay_of[parameter] == 0.0]
+    # Of transformers' Trainer, which decays vectors with other names (sinks).
+    patterns = [r"bias", r"layernorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = get_parameter_names(model, [torch.nn.LayerNorm], patterns)
+    assert set(names) == {
+        f"model.{name}" for name, weight in model.named_parameters() if name not in decayed or weight.ndim == 1
+    }
+    found = [name for name, parameter in module.named_parameters() if decay_of[parameter] == 0.0 and parameter.ndim > 1]
+    assert len(found) == 2 * len(spared)
+    assert all(name.endswith(tuple(spared)) for name in found)
 
 
 def test_model_with_nothing_to_train_is_refused(tmp_path):

@@ -114,6 +114,20 @@ def test_a_run_goes_on_from_a_file_across_the_option(first, late_streams):
     assert_same(whole, resumed)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_that_loads_a_state_from_before_its_steps_begins_with_zeros(kind, late_streams):
+    plain, ours = make(kind, offload=0.0), make(kind, offload=1.0)
+    first = [param.detach().clone() for param in ours[0]]
+    before = copy.deepcopy(ours[1].state_dict())
+    run(*ours, range(3))
+    write(ours[0], first)
+    # As LearningRateFinder does behind its trial.
+    ours[1].load_state_dict(before)
+    for pair in (plain, ours):
+        run(*pair, range(3, 6))
+    assert_same(plain, ours)
+
+
 def test_a_moved_copied_or_released_state_goes_on(late_streams):
     kind = "8 bits, rounded"
     plain, ours = make(kind, offload=0.0), make(kind, offload=1.0)
