@@ -14,6 +14,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
+from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
@@ -135,13 +136,15 @@ def make_trainer(strategy, *, num_ranks, **options):
     return quiet_trainer(devices=num_ranks, strategy=strategy, use_distributed_sampler=False, **options)
 
 
-def stored_losses(strategy, **validation):
+def stored_losses(strategy, *, config=DENSE, callbacks=(), **validation):
     """Losses of an epoch that trains nothing, whose reference was stored by the ranks together."""
     seed_everything(3, verbose=False)
-    tuner = make_tuner("dpo", reference="stored", tokenizer=character_tokenizer(), lora={**LORA, "r": 2})
+    tuner = make_tuner("dpo", config=config, reference="stored", tokenizer=character_tokenizer(), lora={**LORA, "r": 2})
     rows = [{"prompt": f"{number}+", "chosen": f"{number % 7}1", "rejected": "23"} for number in range(41)]
     data = quiet_data(rows, max_tokens=48, **validation)
-    trainer = make_trainer(strategy, num_ranks=2, max_epochs=1, max_steps=-1, limit_val_batches=1.0)
+    trainer = make_trainer(
+        strategy, num_ranks=2, max_epochs=1, max_steps=-1, limit_val_batches=1.0, callbacks=list(callbacks)
+    )
     trainer.fit(tuner, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
 
@@ -213,6 +216,10 @@ def main():
     found = {
         "stored, ddp": stored_losses(FastFTDDPStrategy(), val_share=0.3),
         "stored, fsdp": stored_losses(FastFTFSDPStrategy(), val_share=0.3),
+        # The ranks exchange tokens in each layer, and their packs have other lengths.
+        "stored, owned experts": stored_losses(
+            FastFTFSDPStrategy(expert_parallel=2), config=MIXTURE, callbacks=[BincountRouter()], val_share=0.3
+        ),
         # The second rank has none to validate.
         "stored, one example": stored_losses(
             FastFTDDPStrategy(), val_paths=[{"prompt": "7+", "chosen": "1", "rejected": "23"}]

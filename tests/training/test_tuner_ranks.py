@@ -116,7 +116,7 @@ def test_the_head_of_a_reward_model_joins_shards_that_are_read_from_files(two_ra
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "one example"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "owned experts", "one example"])
 def test_ranks_store_a_reference_together(two_ranks, strategy):
     # The reference is the model itself, and nothing is trained: an exchanged value would give another loss.
     for rank in two_ranks:
