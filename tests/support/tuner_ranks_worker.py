@@ -25,6 +25,7 @@ from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.samplers import FunctionSampler
 from tests.support.packs import make_documents, make_groups
 from tests.support.rank_exit import leave
 from tests.support.training_parts import SaveAtStep, quiet_data, quiet_trainer
@@ -149,20 +150,23 @@ def stored_losses(strategy, *, config=DENSE, callbacks=(), **validation):
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
 
 
-def weights_after_rounds(strategy, *, kind="grpo", callbacks=(), ckpt_path=None):
+def weights_after_rounds(strategy, *, kind="grpo", config=DENSE, callbacks=(), ckpt_path=None, **options):
     """Adapters after rounds of two steps, for which each rank sampled its own rollouts; a student samples half of
     them.
     """
     seed_everything(3, verbose=False)
     tuner = make_tuner(
-        kind, tokenizer=character_tokenizer(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-    )
+        kind, config=config, tokenizer=character_tokenizer(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )  # fmt: skip
     prompts = [{"prompt": f"{number}+", "completion": "1=2=3=4=5"} for number in range(8)]
     judges = {"rewards": first_tokens} if kind == "grpo" else {"sampled_share": 0.5}
-    data = RolloutDataModule(prompts, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=16, **judges)
+    data = RolloutDataModule(
+        prompts, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=16, **judges, **options
+    )
     trainer = make_trainer(strategy, num_ranks=2, max_steps=5, callbacks=list(callbacks))
     trainer.fit(tuner, data, ckpt_path=ckpt_path)
-    return {name: parameter.detach().clone() for name, parameter in tuner.named_parameters() if parameter.requires_grad}
+    return trained_weights(tuner)
 
 
 def weights_after_stored_teacher(strategy, store, *, accumulate=2):
@@ -175,11 +179,20 @@ def weights_after_stored_teacher(strategy, store, *, accumulate=2):
     rows = [{"text": f"{number}+{number % 3}=" + "1" * (number % 5)} for number in range(40)]
     data = quiet_data(rows, max_tokens=16)
     make_trainer(strategy, num_ranks=2, max_steps=2, accumulate_grad_batches=accumulate).fit(tuner, data)
+    return trained_weights(tuner)
+
+
+def trained_weights(tuner):
     return {
         name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
         for name, parameter in tuner.named_parameters()
         if parameter.requires_grad
     }
+
+
+def count_up(prompts):
+    """Completions of one to three tokens."""
+    return [[4 + (sum(ids) + place) % 8] * (1 + sum(ids) * (place + 1) % 3) for place, ids in enumerate(prompts)]
 
 
 def first_tokens(*, prompts, completions, **columns):
@@ -226,6 +239,13 @@ def main():
         ),
         "rollouts": weights_after_rounds(FastFTDDPStrategy(), callbacks=[SaveAtStep(3, f"{path}.ckpt")]),
         "rollouts, resumed": weights_after_rounds(FastFTDDPStrategy(), ckpt_path=f"{path}.ckpt"),
+        **{
+            f"rollouts, {experts} experts": weights_after_rounds(
+                FastFTFSDPStrategy(expert_parallel=size), config=MIXTURE, callbacks=[BincountRouter()],
+                sampler=FunctionSampler(count_up),
+            )
+            for experts, size in {"gathered": 1, "owned": 2}.items()
+        },
         "on policy": weights_after_rounds(
             FastFTDDPStrategy(), kind="distillation", callbacks=[SaveAtStep(3, f"{path}-on-policy.ckpt")]
         ),

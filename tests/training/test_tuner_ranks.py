@@ -141,6 +141,13 @@ def test_ranks_go_on_inside_a_round_with_their_own_rollouts(two_ranks, kind):
 
 
 @pytest.mark.fault
+def test_ranks_that_own_experts_compare_with_the_policy_before_the_round(two_ranks):
+    for rank in two_ranks:
+        gathered, owned = (rank[f"rollouts, {experts} experts"] for experts in ("gathered", "owned"))
+        assert difference(owned, gathered) <= BOUND
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_read_one_store_of_a_teacher(two_ranks, strategy):
     found, live = two_ranks[0][f"stored teacher, {strategy}"], two_ranks[0]["live teacher"]
