@@ -11,6 +11,8 @@ Axes: R rows of one rank, padded to the longest pack of the axis, T = R * ranks,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,6 +103,22 @@ def find_axis(module: nn.Module) -> ExpertAxis | None:
     """Return the axis of an experts module; None if it has all experts."""
     axis: ExpertAxis | None = vars(module).get(AXIS_ATTRIBUTE)
     return axis
+
+
+@contextmanager
+def on_equal_tokens(model: nn.Module) -> Iterator[None]:
+    """Run the forwards in a block on equal numbers of tokens on all ranks, as ``generate`` does: outside of a step no
+    rank pads to the longest pack.
+    """
+    axes = {axis for module in model.modules() if (axis := find_axis(module)) is not None}
+    held = {axis: axis.num_rows for axis in axes}
+    try:
+        for axis in axes:
+            axis.num_rows = 0
+        yield
+    finally:
+        for axis, num_rows in held.items():
+            axis.num_rows = num_rows
 
 
 def share_adapter(adapter: ExpertAdapter, axis: ExpertAxis) -> ExpertAdapter:

@@ -105,6 +105,7 @@ class GenerateSamples(GivenOnce, Callback):
         # Imported on first use: callbacks must be importable without transformers.
         from lightning_fastft.hf.generation import add_stop, generate_texts
         from lightning_fastft.hf.sharding.state import is_sharded
+        from lightning_fastft.moe.expert_axis import on_equal_tokens
 
         model = _find_model(pl_module)
         is_shared = is_sharded(model)
@@ -117,7 +118,7 @@ class GenerateSamples(GivenOnce, Callback):
         before = RandomState.capture(device)
         try:
             # A later backward could not use tensors that a layer caches in inference mode.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), on_equal_tokens(model):
                 answers = generate_texts(
                     model,
                     tokenizer=self._find_tokenizer(trainer, pl_module),

@@ -234,7 +234,8 @@ class ReferenceTuner(Tuner):
         found: list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]] = []
         most = 1
         for batch in stream:
-            moved = batch.to(self.device)
+            # The strategy's copy: ranks that own experts agree on their longest pack in it.
+            moved = self.trainer.strategy.batch_to_device(batch, self.device)
             completions = moved.context.completions
             # A sharded model needs every rank in every forward.
             log_prob_R = self._read_log_probs(moved)

@@ -309,7 +309,10 @@ class RolloutDataModule(RecordedDataModule):
         if not isinstance(tuner, PolicyTuner) or len(batches) <= self._accumulate:
             return
         if self._old is None:
+            assert self.trainer is not None
             for batch in batches:
+                # It is there already; ranks that own experts agree on their longest pack in this call.
+                self.trainer.strategy.batch_to_device(batch, tuner.device)
                 tuner.note_old_log_probs(batch)
             # They stay on the device; only a checkpoint reads them.
             self._old = [_old_of(batch) for batch in batches]

@@ -13,8 +13,10 @@ from lightning_fastft import FusedKernels, GenerateSamples, RunReport
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.generation import generate_texts
 from lightning_fastft.monitor.generate_samples import MOST_VALIDATIONS, Samples
+from tests.monitor.samples_worker import find_answers
 from tests.support.fine_tuners import tuner, word_tokenizer
 from tests.support.training_parts import PlainModule, packed_loader, quiet_trainer, tiny_llama
+from tests.support.two_ranks import run_two_ranks
 
 PROMPTS = ["w3 w4 w5", "w6"]
 CONVERSATION = [{"role": "user", "content": "w7 w8"}]
@@ -131,6 +133,15 @@ def test_refuses_a_run_without_tokenizer_or_model_before_training(tmp_path):
     samples = GenerateSamples(["w3"], tokenizer=word_tokenizer())
     with pytest.raises(OptionError, match="found 0"):
         samples.on_fit_start(trainer, pl.LightningModule())
+
+
+@pytest.mark.slow
+def test_ranks_that_own_experts_write_what_one_process_writes(tmp_path):
+    run_two_ranks("tests.monitor.samples_worker", tmp_path / "answers")
+    truth, found = find_answers(num_ranks=1), [torch.load(tmp_path / f"answers.{rank}") for rank in range(2)]
+    assert found[0] == truth
+    # Rank 0 keeps the samples.
+    assert found[1] == {**truth, "samples": []}
 
 
 def test_conversations_are_shown_as_text():

@@ -14,6 +14,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
+from lightning_fastft.callbacks.bincount_router import BincountRouter
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.ddp import FastFTDDPStrategy
@@ -24,6 +25,7 @@ from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
+from lightning_fastft.training.samplers import FunctionSampler
 from tests.support.packs import make_documents, make_groups
 from tests.support.rank_exit import leave
 from tests.support.training_parts import SaveAtStep, quiet_data, quiet_trainer
@@ -135,31 +137,36 @@ def make_trainer(strategy, *, num_ranks, **options):
     return quiet_trainer(devices=num_ranks, strategy=strategy, use_distributed_sampler=False, **options)
 
 
-def stored_losses(strategy, **validation):
+def stored_losses(strategy, *, config=DENSE, callbacks=(), **validation):
     """Losses of an epoch that trains nothing, whose reference was stored by the ranks together."""
     seed_everything(3, verbose=False)
-    tuner = make_tuner("dpo", reference="stored", tokenizer=character_tokenizer(), lora={**LORA, "r": 2})
+    tuner = make_tuner("dpo", config=config, reference="stored", tokenizer=character_tokenizer(), lora={**LORA, "r": 2})
     rows = [{"prompt": f"{number}+", "chosen": f"{number % 7}1", "rejected": "23"} for number in range(41)]
     data = quiet_data(rows, max_tokens=48, **validation)
-    trainer = make_trainer(strategy, num_ranks=2, max_epochs=1, max_steps=-1, limit_val_batches=1.0)
+    trainer = make_trainer(
+        strategy, num_ranks=2, max_epochs=1, max_steps=-1, limit_val_batches=1.0, callbacks=list(callbacks)
+    )
     trainer.fit(tuner, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("_loss")}
 
 
-def weights_after_rounds(strategy, *, kind="grpo", callbacks=(), ckpt_path=None):
+def weights_after_rounds(strategy, *, kind="grpo", config=DENSE, callbacks=(), ckpt_path=None, **options):
     """Adapters after rounds of two steps, for which each rank sampled its own rollouts; a student samples half of
     them.
     """
     seed_everything(3, verbose=False)
     tuner = make_tuner(
-        kind, tokenizer=character_tokenizer(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-    )
+        kind, config=config, tokenizer=character_tokenizer(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )  # fmt: skip
     prompts = [{"prompt": f"{number}+", "completion": "1=2=3=4=5"} for number in range(8)]
     judges = {"rewards": first_tokens} if kind == "grpo" else {"sampled_share": 0.5}
-    data = RolloutDataModule(prompts, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=16, **judges)
+    data = RolloutDataModule(
+        prompts, num_completions=3, prompts_per_round=4, max_new_tokens=3, max_tokens=16, **judges, **options
+    )
     trainer = make_trainer(strategy, num_ranks=2, max_steps=5, callbacks=list(callbacks))
     trainer.fit(tuner, data, ckpt_path=ckpt_path)
-    return {name: parameter.detach().clone() for name, parameter in tuner.named_parameters() if parameter.requires_grad}
+    return trained_weights(tuner)
 
 
 def weights_after_stored_teacher(strategy, store, *, accumulate=2):
@@ -172,11 +179,20 @@ def weights_after_stored_teacher(strategy, store, *, accumulate=2):
     rows = [{"text": f"{number}+{number % 3}=" + "1" * (number % 5)} for number in range(40)]
     data = quiet_data(rows, max_tokens=16)
     make_trainer(strategy, num_ranks=2, max_steps=2, accumulate_grad_batches=accumulate).fit(tuner, data)
+    return trained_weights(tuner)
+
+
+def trained_weights(tuner):
     return {
         name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
         for name, parameter in tuner.named_parameters()
         if parameter.requires_grad
     }
+
+
+def count_up(prompts):
+    """Completions of one to three tokens."""
+    return [[4 + (sum(ids) + place) % 8] * (1 + sum(ids) * (place + 1) % 3) for place, ids in enumerate(prompts)]
 
 
 def first_tokens(*, prompts, completions, **columns):
@@ -213,12 +229,23 @@ def main():
     found = {
         "stored, ddp": stored_losses(FastFTDDPStrategy(), val_share=0.3),
         "stored, fsdp": stored_losses(FastFTFSDPStrategy(), val_share=0.3),
+        # The ranks exchange tokens in each layer, and their packs have other lengths.
+        "stored, owned experts": stored_losses(
+            FastFTFSDPStrategy(expert_parallel=2), config=MIXTURE, callbacks=[BincountRouter()], val_share=0.3
+        ),
         # The second rank has none to validate.
         "stored, one example": stored_losses(
             FastFTDDPStrategy(), val_paths=[{"prompt": "7+", "chosen": "1", "rejected": "23"}]
         ),
         "rollouts": weights_after_rounds(FastFTDDPStrategy(), callbacks=[SaveAtStep(3, f"{path}.ckpt")]),
         "rollouts, resumed": weights_after_rounds(FastFTDDPStrategy(), ckpt_path=f"{path}.ckpt"),
+        **{
+            f"rollouts, {experts} experts": weights_after_rounds(
+                FastFTFSDPStrategy(expert_parallel=size), config=MIXTURE, callbacks=[BincountRouter()],
+                sampler=FunctionSampler(count_up),
+            )
+            for experts, size in {"gathered": 1, "owned": 2}.items()
+        },
         "on policy": weights_after_rounds(
             FastFTDDPStrategy(), kind="distillation", callbacks=[SaveAtStep(3, f"{path}-on-policy.ckpt")]
         ),

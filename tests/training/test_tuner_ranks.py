@@ -116,7 +116,7 @@ def test_the_head_of_a_reward_model_joins_shards_that_are_read_from_files(two_ra
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "one example"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "owned experts", "one example"])
 def test_ranks_store_a_reference_together(two_ranks, strategy):
     # The reference is the model itself, and nothing is trained: an exchanged value would give another loss.
     for rank in two_ranks:
@@ -138,6 +138,13 @@ def test_ranks_go_on_inside_a_round_with_their_own_rollouts(two_ranks, kind):
     for rank in two_ranks:
         for name, value in rank[kind].items():
             assert torch.equal(value, rank[f"{kind}, resumed"][name]), name
+
+
+@pytest.mark.fault
+def test_ranks_that_own_experts_compare_with_the_policy_before_the_round(two_ranks):
+    for rank in two_ranks:
+        gathered, owned = (rank[f"rollouts, {experts} experts"] for experts in ("gathered", "owned"))
+        assert difference(owned, gathered) <= BOUND
 
 
 @pytest.mark.fault

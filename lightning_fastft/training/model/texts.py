@@ -99,6 +99,7 @@ class TextCausalLM(CausalLMModule):
             OptionError: There is no model or no tokenizer, or the chat template does not read a variable.
         """
         from lightning_fastft.hf.generation import add_stop, generate_texts
+        from lightning_fastft.moe.expert_axis import on_equal_tokens
         from lightning_fastft.packing.rows.template_options import check_template_reads
         from lightning_fastft.packing.tokens.chat import read_template
 
@@ -113,4 +114,5 @@ class TextCausalLM(CausalLMModule):
         options["chat_template_kwargs"] = {**self.chat_template_kwargs, **given}
         if self.answer_end is not None:
             options.setdefault("eos_token_id", add_stop(self.model.generation_config, self.answer_end).eos_token_id)
-        return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)
+        with on_equal_tokens(self.model):
+            return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)
