@@ -64,12 +64,10 @@ class Tuner(EvaluatedCausalLM):
 
     Args:
         model: Hub id, local folder, path of a ``config.json``, a dictionary with ``model_type``, a transformers
-            configuration, or a model that is loaded already (transformers or PEFT; used as it is). Files in fp8 or
-            MXFP4 are dequantised when they are read.
+            configuration, or a model that is loaded already (transformers or PEFT; used as it is).
         tokenizer: Hub id or folder of the tokenizer, or a tokenizer or processor; None for the model's own.
         quantization: "nf4" holds the frozen base in 4 bits, experts included (QLoRA; needs lora and the extra
-            ``qlora``); None for no quantisation. Of files in fp8 or MXFP4, the whole model is read into host memory
-            first.
+            ``qlora``); None for no quantisation. Files in fp8 or MXFP4 are dequantised in either case.
         lora: PEFT's LoraConfig or its fields, for example ``{"r": 16, "lora_alpha": 16}``. Unless it names targets,
             projections of attention and of recurrent mixers and dense and shared feed-forward layers are adapted, in
             every family; routers never, routed experts only by ``target_parameters``. None trains every parameter.

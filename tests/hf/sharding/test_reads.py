@@ -61,6 +61,24 @@ def test_experts_are_merged_in_the_order_of_their_numbers(tmp_path):
     check(save(tmp_path, "qwen3_moe", num_experts=12))
 
 
+def test_a_prefix_of_the_files_is_kept_when_the_model_is_saved(tmp_path):
+    # The text part of a model with an image tower.
+    source = save(tmp_path / "files", "qwen3_5_text")
+    names = {}
+
+    def add_prefix(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            names[f"model.language_model.{name.removeprefix('model.')}"] = tensors.pop(name)
+        tensors.update(names)
+
+    change(tmp_path / "files", add_prefix)
+    check(source, has_conversions=False)
+    model = build_tiny("qwen3_5_text")
+    assert find_reads(model, source) is not None
+    model.save_pretrained(tmp_path / "again")
+    assert stored_names(tmp_path / "again") == stored_names(tmp_path / "files")
+
+
 def test_lora_on_experts_is_above_merged_files(tmp_path):
     lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
     check(save(tmp_path, "qwen3_moe"), lora=lora)
