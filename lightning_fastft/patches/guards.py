@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from lightning_fastft.hf.families import ADVICE, decoder_layers, find_decoder
 from lightning_fastft.hf.images import image_directions
 from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
 from lightning_fastft.packing.context import BatchContext
-from lightning_fastft.packing.pack_mask import PackMask
+from lightning_fastft.packing.pack_mask import HIDDEN_MESSAGE, hides_tokens
 
 # Types of decoder layers without attention.
 _LAYERS_WITHOUT_ATTENTION = frozenset({"moe", "mlp"})
@@ -91,15 +90,9 @@ def refuse_hidden_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     Cost:
         None for the mask of the batch; one host sync for another one.
     """
-    context, mask = kwargs.get("context"), kwargs.get("attention_mask")
-    if not isinstance(context, BatchContext) or not isinstance(mask, torch.Tensor) or isinstance(mask, PackMask):
-        return
-    if mask.ndim == 2 and not mask[:, : context.num_real_tokens].all():
-        raise BackendError(
-            "attention_mask hides tokens inside the documents of a packed batch, and packed attention would ignore it: "
-            "the batch context alone says what a token sees. Pass the attention_mask of the batch, or remove these "
-            "tokens before packing."
-        )
+    context = kwargs.get("context")
+    if isinstance(context, BatchContext) and hides_tokens(kwargs.get("attention_mask"), context):
+        raise BackendError(HIDDEN_MESSAGE)
 
 
 class ReadGuard:

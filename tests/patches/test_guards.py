@@ -206,10 +206,13 @@ def test_images_without_a_packed_batch_are_served():
     assert model(input_ids=row, labels=row, mm_token_type_ids=(row == 90).int(), **MEDIA).loss.isfinite()
 
 
-@pytest.mark.parametrize("attention", ["auto", "one_by_one"])
+@pytest.mark.parametrize("attention", ["auto", "one_by_one", "loaded with it"])
 def test_a_mask_of_the_callers_own_that_hides_a_token_is_refused(attention):
-    model, batch = build_tiny("llama"), make_batch(pad_to=40)
-    install_packed_training(model, ModelPatcher(), attention=attention)
+    is_loaded = attention == "loaded with it"
+    register()
+    model, batch = build_tiny("llama", attention="fastft" if is_loaded else "eager"), make_batch(pad_to=40)
+    if not is_loaded:
+        install_packed_training(model, ModelPatcher(), attention=attention)
     keywords = dict(batch.items())
     mask = torch.ones_like(batch["input_ids"])
     mask[0, batch.context.num_real_tokens :] = 0
