@@ -106,7 +106,6 @@ class LoopRun:
 
     def _start(self, wrapped: Any, patcher: ModelPatcher) -> None:
         """Start what needs the module on its device."""
-
         was_training = wrapped._forward_module.training
 
         def note_call(called: nn.Module, *_: Any) -> None:
