@@ -106,9 +106,15 @@ class LoopRun:
 
     def _start(self, wrapped: Any, patcher: ModelPatcher) -> None:
         """Start what needs the module on its device."""
+        was_training = wrapped._forward_module.training
 
-        def note_call(*_: Any) -> None:
+        def note_call(called: nn.Module, *_: Any) -> None:
+            nonlocal was_training
             self._handed.begin_call(has_graph=torch.is_grad_enabled())
+            if called.training is not was_training:
+                # Loops swap averaged weights in for an evaluation, often through .data, which counts no version.
+                was_training = called.training
+                self.refresh()
 
         patcher.add_undo(wrapped._forward_module.register_forward_pre_hook(note_call).remove)
         if self.datamodule is not None and self.datamodule.loop is not None:

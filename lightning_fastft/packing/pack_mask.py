@@ -35,6 +35,23 @@ _COPIES = frozenset(
     ]
 )
 
+HIDDEN_MESSAGE = (
+    "attention_mask hides tokens inside the documents of a packed batch, and packed attention would ignore it: the "
+    "batch context alone says what a token sees. Pass the attention_mask of the batch, or remove these tokens before "
+    "packing."
+)
+
+
+def hides_tokens(mask: object, context: BatchContext) -> bool:
+    """Return whether a two-dimensional mask that is not that of the batch has a zero before the pad tail.
+
+    Cost:
+        None for the mask of the batch; one host sync for another one.
+    """
+    if not isinstance(mask, torch.Tensor) or isinstance(mask, PackMask) or mask.ndim != 2:
+        return False
+    return not bool(mask[:, : context.num_real_tokens].all())
+
 
 class PackMask(torch.Tensor):
     """The mask of a packed batch: 0 at the pad tail, else 1. It says nothing about documents; only the context does.

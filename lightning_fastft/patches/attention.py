@@ -22,6 +22,7 @@ from lightning_fastft.kernels.attention.flash import Collect
 from lightning_fastft.kernels.attention.op import packed_attention
 from lightning_fastft.kernels.attention.sdpa import dense_attention
 from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.pack_mask import HIDDEN_MESSAGE
 from lightning_fastft.patches.deferred_mask import DeferredMask
 from lightning_fastft.patches.part_exchange import gather_heads, gather_rows, share_of_heads
 from lightning_fastft.patches.rotary import check_row_angles
@@ -349,6 +350,10 @@ def _check_packable(
     )
     if obstacle:
         raise BackendError(f"The mask of {layer} {obstacle}; packed attention would compute something else.")
+    # Of a prepared model, the guard of its decoder has seen the mask of the caller.
+    mask = attention_mask if isinstance(attention_mask, DeferredMask) else None
+    if not context.is_model_prepared and mask is not None and mask.hides_tokens(context):
+        raise BackendError(HIDDEN_MESSAGE)
     is_causal = keywords.get("is_causal")
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         raise BackendError(f"{layer} is not causal; packed attention is.")

@@ -9,6 +9,7 @@ from transformers.masking_utils import eager_mask
 
 from lightning_fastft.core.errors import BackendError
 from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.pack_mask import hides_tokens
 
 
 class _MaskReadError(BackendError, AttributeError):
@@ -33,6 +34,7 @@ class DeferredMask:
             name: value.clone() if name.endswith("_offset") and torch.is_tensor(value) else value
             for name, value in arguments.items()
         }
+        self._hides_tokens: bool | None = None
         self._built: dict[torch.dtype, torch.Tensor | None] = {}
         # The batch context, for attention that gets no keyword except its mask.
         self.context: BatchContext | None = None
@@ -80,6 +82,12 @@ class DeferredMask:
         if narrow[0] != narrow[1]:
             return f"has a window or chunk of {mask_window} where the layer passes sliding_window={window}"
         return ""
+
+    def hides_tokens(self, context: BatchContext) -> bool:
+        """Return whether the caller's own mask hides tokens of documents (``hides_tokens``); found once per mask."""
+        if self._hides_tokens is None:
+            self._hides_tokens = hides_tokens(self._arguments.get("attention_mask"), context)
+        return self._hides_tokens
 
     def contiguous(self) -> torch.Tensor | None:
         """Return the built mask; generation with a static cache calls this before the forward (transformers 5.23)."""

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.core.errors import BackendError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import ADVICE, decoder_layers, find_decoder
 from lightning_fastft.hf.images import image_directions
 from lightning_fastft.hf.mixers import find_mixers, holds_attention, mixer_family
 from lightning_fastft.packing.context import BatchContext
+from lightning_fastft.packing.pack_mask import HIDDEN_MESSAGE, hides_tokens
 
 # Types of decoder layers without attention.
 _LAYERS_WITHOUT_ATTENTION = frozenset({"moe", "mlp"})
@@ -27,16 +29,18 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
     """Check each forward of a model on a packed batch.
 
     Every attention layer and mixer must read the context. Images must have M-RoPE positions if the model uses them, and
-    a model of text gets none. No attention scale may depend on positions in the pack.
+    a model of text gets none. No attention scale may depend on positions in the pack. A mask of the caller's own hides
+    no token of a document.
 
     Returns:
         The guard that counts context reads.
 
     Cost:
-        Two integers on the host per forward.
+        Two integers on the host per forward; one host sync if the caller replaces the mask of the batch.
     """
     decoder = find_decoder(model)
     guard = ReadGuard(model)
+    _hook(decoder, patcher, before=refuse_hidden_tokens)
     _hook(decoder, patcher, before=guard.begin, after=guard.end)
     if _has_media_positions(model):
         _hook(model.base_model, patcher, before=_refuse_media)
@@ -68,6 +72,27 @@ def refuse_packed_batches(model: PreTrainedModel, patcher: ModelPatcher) -> None
     # A wrapper may call model.forward, which skips the model's hooks, and a model may not pass keywords to its decoder.
     for module in dict.fromkeys((model, model.base_model)):
         _hook(module, patcher, before=partial(_refuse_packs, type(model).__name__))
+
+
+def refuse_soft_prompts(root: nn.Module, patcher: ModelPatcher) -> None:
+    """Make PEFT models with prompt tuning, prefix tuning or p-tuning inside root raise on packed batches."""
+    for module in root.modules():
+        if isinstance(module, PeftModel):
+            _hook(module, patcher, before=_refuse_soft_prompt)
+
+
+def refuse_hidden_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on a mask of the caller's own that hides tokens of documents, in a forward pre-hook.
+
+    Raises:
+        BackendError: It has a zero before the pad tail.
+
+    Cost:
+        None for the mask of the batch; one host sync for another one.
+    """
+    context = kwargs.get("context")
+    if isinstance(context, BatchContext) and hides_tokens(kwargs.get("attention_mask"), context):
+        raise BackendError(HIDDEN_MESSAGE)
 
 
 class ReadGuard:
@@ -122,6 +147,19 @@ class ReadGuard:
         raise UnsupportedModelError(
             f"Only {self._num_last} of {self._num_expected} {self._readers} of {self._name} read the batch context, so "
             f"documents of a pack would attend to each other in the others. {ADVICE}"
+        )
+
+
+def _refuse_soft_prompt(module: PeftModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise on packed batches, in a forward pre-hook of a PEFT model whose active adapter is a soft prompt.
+
+    With gradient checkpointing, transformers drops a prefix without an error. ``disable_adapter`` replaces the forward.
+    """
+    is_prompt = module.active_peft_config.is_prompt_learning and "forward" not in vars(module)
+    if is_prompt and isinstance(kwargs.get("context"), BatchContext):
+        raise UnsupportedModelError(
+            f"The adapter {module.active_adapter!r} ({type(module.active_peft_config).__name__}) puts its prompt "
+            "before a row, and a packed batch has many documents in one row. Use LoRA, or padded rows of your own."
         )
 
 

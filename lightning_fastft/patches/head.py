@@ -39,7 +39,9 @@ class _LazyForward:
         link: HeadLink = vars(self)[_LINK_ATTRIBUTE]
         context = link.disarm()
         # Sliced states (logits_to_keep) no longer match the rows of the context.
-        if context is None or input.ndim < 2 or input.shape[:-1].numel() != context.num_tokens:
+        is_whole = context is not None and input.ndim >= 2 and input.shape[:-1].numel() == context.num_tokens
+        # Backward hooks of a module run on the gradient of the tensor that it returns.
+        if context is None or not is_whole or vars(self)["_backward_hooks"] or vars(self)["_backward_pre_hooks"]:
             return super().forward(input)  # type: ignore[misc]
         return LazyLogits(hidden=input, weight=self.device_weight(), bias=self.bias, context=context)
 
@@ -137,7 +139,8 @@ class HeadLink:
         }
         if not isinstance(logits, LazyLogits):
             return self.original_loss(logits, labels, vocab_size, **rest)
-        if ignore_index != IGNORED_LABEL or vocab_size != logits.weight.shape[0] or logits.scale == 0:
+        is_other = ignore_index != IGNORED_LABEL or vocab_size != logits.weight.shape[0]
+        if is_other or logits.scale == 0 or logits.is_changed:
             return self.original_loss(logits.tensor(), labels, vocab_size, **rest)
         row_R, target_R, num_rows, num_labelled = _find_targets(logits, labels=labels, shift_labels=shift_labels)
         if num_items_in_batch is None:

@@ -5,12 +5,14 @@ Axes: R labelled rows of the context (padded to a bucket), K tokens of a stored 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_fastft.core.autocast import is_autocast_on
 from lightning_fastft.core.errors import ContextError
 from lightning_fastft.kernels.cross_entropy.op import LogProbs, labelled_log_probs
 from lightning_fastft.kernels.divergence.op import (
@@ -28,7 +30,8 @@ class LazyLogits:
     """Represent logits that are not computed yet by hidden states, output layer and recorded operations.
 
     Multiplication and division by numbers, ``torch.tanh`` and ``float()`` are recorded. Every other use (indexing, an
-    attribute, a torch function) computes the logits once, exactly like the model, and uses that tensor.
+    attribute, a torch function) computes the logits once, exactly like the model, and uses that tensor: with or without
+    gradients and autocast as in the model's forward, whatever is set where they are read.
 
     ``log_probs``, ``divergence`` and ``topk_divergence`` are for losses on the labelled rows of the context: one value
     per row, shape (R,), 0 from ``context.num_labelled`` on, differentiable and without full logits. A loss inside the
@@ -48,8 +51,12 @@ class LazyLogits:
         self.statistics: tuple[torch.Tensor, torch.Tensor, int | torch.Tensor] | None = None
         # The cross-entropy that the loss function computed, before the model adds auxiliary losses; no graph.
         self.cross_entropy: torch.Tensor | None = None
+        self._mode = _Mode(hidden.device.type)
+        sources = [each for each in (hidden, weight, bias) if each is not None]
+        self._source_versions = [(each, _version_of(each)) for each in sources]
         self._operations: tuple[tuple[Callable[..., torch.Tensor], tuple[Any, ...]], ...] = ()
         self._tensor: torch.Tensor | None = None
+        self._tensor_version: int | None = None
         # The factor on the raw logits, inside the soft cap: logits are softcap * tanh(scale * raw / softcap).
         self.scale = 1.0
         self.softcap: float | None = None
@@ -62,11 +69,9 @@ class LazyLogits:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the logits."""
-        return (
-            torch.float32
-            if any(function is torch.Tensor.float for function, _ in self._operations)
-            else self.hidden.dtype
-        )
+        if any(function is torch.Tensor.float for function, _ in self._operations):
+            return torch.float32
+        return self._mode.autocast_dtype or self.hidden.dtype
 
     @property
     def device(self) -> torch.device:
@@ -77,18 +82,25 @@ class LazyLogits:
         """Return the logits as a tensor, computed on the first call.
 
         Raises:
-            ContextError: They are those of a part of a pack.
+            ContextError: They are those of a part of a pack; or the output layer was changed after the forward.
 
         Cost:
             All rows times the vocabulary, as without this class.
         """
         self._check_whole()
         if self._tensor is None:
-            logits = nn.functional.linear(self.hidden, self.weight, self.bias)
-            for function, arguments in self._operations:
-                logits = function(logits, *arguments)
-            self._tensor = logits
+            self._check_sources()
+            with self._mode.entered():
+                logits = nn.functional.linear(self.hidden, self.weight, self.bias)
+                for function, arguments in self._operations:
+                    logits = function(logits, *arguments)
+            self._tensor, self._tensor_version = logits, _version_of(logits)
         return self._tensor
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether the tensor was computed and then changed in place, as by ``logits.div_(2)``."""
+        return self._tensor is not None and _was_written(self._tensor, since=self._tensor_version)
 
     def log_probs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> LogProbs:
         """Return the log-probability of each labelled row's target, and the entropy of the row if asked."""
@@ -170,9 +182,33 @@ class LazyLogits:
         )
 
     def as_head(self) -> Head:
-        """Return the head for the kernels: flat hidden states, output layer, scale and soft cap."""
+        """Return the head for the kernels: flat hidden states, output layer, scale and soft cap.
+
+        The output layer has no gradient if the forward had none.
+
+        Raises:
+            ContextError: The output layer was changed after the forward, or the logits were changed in place.
+        """
+        self._check_sources()
+        if self.is_changed:
+            raise ContextError(
+                "The logits were changed in place, and this loss is computed from hidden states and the output layer. "
+                "Write logits = logits / 2 instead of logits.div_(2), or compute the loss from logits.tensor()."
+            )
         hidden_TD = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return Head(hidden_TD, self.weight, self.bias, self.scale, self.softcap)
+        weight, bias = self.weight, self.bias
+        if not self._mode.has_gradients:
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+        return Head(hidden_TD, weight, bias, self.scale, self.softcap)
+
+    def _check_sources(self) -> None:
+        """Raise if a tensor that the logits are computed from was changed in place, as by a step of the optimizer."""
+        if any(_was_written(each, since=version) for each, version in self._source_versions):
+            raise ContextError(
+                "The logits of a packed batch were read for the first time after the output layer or its input was "
+                "changed, as by optimizer.step(). Read them before, for example with logits.tensor(), or call the "
+                "model with output_logits=True."
+            )
 
     def _check_whole(self) -> None:
         """Raise on a part of a pack: its last row is labelled in the next part, and its loss is a part of a sum."""
@@ -189,7 +225,10 @@ class LazyLogits:
         other._tensor = None
         return other
 
-    def _scaled(self, function: Callable[..., torch.Tensor], number: Any, factor: float) -> LazyLogits:
+    def _scaled(self, function: Callable[..., torch.Tensor], number: Any, factor: float) -> Any:
+        # A tensor that exists may have been changed in place.
+        if self._tensor is not None:
+            return function(self._tensor, number)
         other = self._record(function, number)
         other.scale = self.scale * factor
         if self.softcap is not None:
@@ -209,15 +248,15 @@ class LazyLogits:
         return self.tensor() / other
 
     def _tanh(self) -> Any:
-        if self.softcap is not None:
+        if self.softcap is not None or self._tensor is not None:
             return torch.tanh(self.tensor())
         other = self._record(torch.tanh)
         other.softcap = 1.0
         return other
 
-    def float(self) -> LazyLogits:
+    def float(self) -> Any:
         """Record a cast to fp32; the loss computes in fp32 anyway."""
-        return self._record(torch.Tensor.float)
+        return self._record(torch.Tensor.float) if self._tensor is None else self._tensor.float()
 
     def contiguous(self) -> LazyLogits:
         """Return self, because computed logits are contiguous."""
@@ -254,6 +293,9 @@ class LazyLogits:
     def __iter__(self) -> Any:
         return iter(self.tensor())
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tensor()[index] = value
+
     def __add__(self, other: Any) -> Any:
         return self.tensor() + other
 
@@ -288,6 +330,47 @@ class LazyLogits:
 
     def __le__(self, other: Any) -> Any:
         return self.tensor() <= other
+
+    def __eq__(self, other: Any) -> Any:
+        return self.tensor() == other
+
+    def __ne__(self, other: Any) -> Any:
+        return self.tensor() != other
+
+    # As of a tensor, whose comparison is not that of a key either.
+    __hash__ = object.__hash__
+
+
+class _Mode:
+    """The gradient, inference and autocast modes at the time of its creation."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.has_gradients = torch.is_grad_enabled()
+        self.is_inference = torch.is_inference_mode_enabled()
+        self.autocast_dtype = torch.get_autocast_dtype(device_type) if is_autocast_on(device_type) else None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Restore these modes inside a with block."""
+        with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled() is not self.is_inference:
+                stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.has_gradients))
+            if self.autocast_dtype is not None or is_autocast_on(self.device_type):
+                stack.enter_context(
+                    torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+                )
+            yield
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of in-place changes; None where torch counts none."""
+    return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+
+
+def _was_written(tensor: torch.Tensor, *, since: int | None) -> bool:
+    return since is not None and _version_of(tensor) not in (None, since)
 
 
 def _is_plain_factor(value: object) -> bool:

@@ -17,6 +17,7 @@ from lightning_fastft.hf.sharding.state import is_sharded
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE, BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL
+from lightning_fastft.patches.guards import refuse_hidden_tokens
 from lightning_fastft.patches.head import drop_border_labels
 from lightning_fastft.patches.rotary import forget_lengths
 
@@ -66,10 +67,12 @@ def _forward_one_by_one(model: Any, *args: Any, **kwargs: Any) -> Any:
     order.
 
     Raises:
-        UnsupportedModelError: A packed batch has inputs that cannot be split by documents.
+        UnsupportedModelError: A packed batch has inputs that cannot be split by documents, or positions of the caller's
+            own.
+        BackendError: A mask of the caller's own hides tokens of documents.
 
     Cost:
-        One forward per document, and the logits of all tokens.
+        One forward per document, and the logits of all tokens. One host sync.
     """
     own_forward, context = type(model).forward, kwargs.get("context")
     if not isinstance(context, BatchContext):
@@ -79,6 +82,13 @@ def _forward_one_by_one(model: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedModelError(
             f"{type(model).__name__} runs the documents of a pack one by one and takes no other input, but "
             f"got {', '.join(more) or 'positional arguments'}."
+        )
+    refuse_hidden_tokens(model, args, kwargs)
+    positions = kwargs.get("position_ids")
+    if positions is not None and (positions != context.position_T.to(positions.device)).any():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} runs the documents of a pack one by one at their own positions, but position_ids "
+            "was changed. Pass the position_ids of the batch."
         )
     context.note_read(ONE_BY_ONE)
     rows = kwargs["input_ids"].split(context.lengths, dim=1)

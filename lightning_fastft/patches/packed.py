@@ -37,7 +37,7 @@ from lightning_fastft.packing.context import ONE_BY_ONE
 from lightning_fastft.patches.attention import NAME, install_attention
 from lightning_fastft.patches.carriers import install_carriers
 from lightning_fastft.patches.document_check import check_documents
-from lightning_fastft.patches.guards import install_guards, refuse_packed_batches
+from lightning_fastft.patches.guards import install_guards, refuse_packed_batches, refuse_soft_prompts
 from lightning_fastft.patches.head import STATUS_NAME as HEAD_STATUS
 from lightning_fastft.patches.head import install_head
 from lightning_fastft.patches.host_ends import install_host_embedding, install_host_head, movable_bytes
@@ -91,6 +91,7 @@ def install_packed_training(
     """
     models = find_causal_models(root)
     refuse_invoked_adapters(root)
+    refuse_soft_prompts(root, patcher)
     for _, model in models:
         refuse_forward_only(model)
     _keep_nf4_layout(root, patcher)

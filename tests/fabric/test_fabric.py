@@ -30,6 +30,7 @@ from tests.support.fabric_loops import (
     run_trainer,
     trained,
 )
+from tests.support.packs import make_batch
 from tests.support.tiny_models import build_tiny
 from tests.support.two_ranks import run_two_ranks
 
@@ -486,3 +487,39 @@ def test_fused_adamw_clips_in_its_step(loop):
     assert all(
         torch.equal(gradients[name], each.grad) for name, each in loop.plain.named_parameters() if name in gradients
     )
+
+
+def test_weights_swapped_through_data_for_an_evaluation_are_evaluated():
+    """Adapters in float32 over a base in bfloat16 have low-precision copies, which .data does not mark as stale."""
+    model = make_model("llama").to(torch.bfloat16)
+    adapters = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in adapters:
+        weight.data = weight.data.float()
+    batch = make_batch()
+    with FastFTFabric(accelerator="cpu", devices=1) as fabric:
+        fabric.launch()
+        wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(adapters, lr=1e-2))
+
+        def evaluate():
+            wrapped.eval()
+            with torch.no_grad():
+                return wrapped(**batch).loss
+
+        fabric.backward(wrapped(**batch).loss)
+        optimizer.step()
+        trained, kept = evaluate(), [weight.detach().clone() for weight in adapters]
+        wrapped.train()
+        loss = wrapped(**batch).loss
+        fabric.backward(loss)
+        for weight in adapters:
+            weight.data.mul_(3.0)
+        swapped = evaluate()
+        with torch.no_grad():
+            for weight, value in zip(adapters, kept):
+                weight.copy_(value * 3.0)
+        assert torch.equal(swapped, evaluate())
+        assert swapped != trained
+        for weight, value in zip(adapters, kept):
+            weight.data.copy_(value)
+        wrapped.train()
+        assert torch.equal(wrapped(**batch).loss, loss)

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from peft import LoraConfig, TaskType, get_peft_model
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    TaskType,
+    get_peft_model,
+)
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -13,7 +20,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from lightning_fastft.core.errors import UnsupportedModelError
+from lightning_fastft.activations.checkpointing import OffloadCheckpointing
+from lightning_fastft.core.errors import BackendError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf import families
 from lightning_fastft.patches.attention import register
@@ -196,3 +204,38 @@ def test_images_without_a_packed_batch_are_served():
     install_packed_training(model, ModelPatcher())
     row = torch.tensor([[5, 92, 90, 6, 7]])
     assert model(input_ids=row, labels=row, mm_token_type_ids=(row == 90).int(), **MEDIA).loss.isfinite()
+
+
+@pytest.mark.parametrize("attention", ["auto", "one_by_one", "loaded with it"])
+def test_a_mask_of_the_callers_own_that_hides_a_token_is_refused(attention):
+    is_loaded = attention == "loaded with it"
+    register()
+    model, batch = build_tiny("llama", attention="fastft" if is_loaded else "eager"), make_batch(pad_to=40)
+    if not is_loaded:
+        install_packed_training(model, ModelPatcher(), attention=attention)
+    keywords = dict(batch.items())
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, batch.context.num_real_tokens :] = 0
+    loss = model(**{**keywords, "attention_mask": mask}).loss
+    assert torch.equal(loss, model(**batch).loss)
+    mask[0, 3] = 0
+    with pytest.raises(BackendError, match="attention_mask hides tokens"):
+        model(**{**keywords, "attention_mask": mask})
+    assert model(input_ids=batch["input_ids"], attention_mask=mask).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+@pytest.mark.parametrize("attention", ["auto", "one_by_one"])
+def test_soft_prompts_refuse_packed_batches(kind, attention):
+    """Under an activation policy transformers drops the prefix of prefix tuning, so another weight could train alone."""
+    more = {"encoder_hidden_size": 8} if kind is PromptEncoderConfig else {}
+    model = get_peft_model(build_tiny("llama"), kind(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3, **more))
+    model.get_base_model().lm_head.requires_grad_(True)
+    install_packed_training(model.train(), ModelPatcher(), checkpointing=OffloadCheckpointing(), attention=attention)
+    batch = make_batch()
+    with pytest.raises(UnsupportedModelError, match=kind.__name__):
+        model(**batch)
+    if attention == "auto":
+        assert model.eval()(input_ids=batch["input_ids"][:, :5]).logits.isfinite().all()
+    with model.disable_adapter():
+        assert model(**batch).loss.isfinite()

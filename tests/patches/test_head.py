@@ -404,6 +404,15 @@ def test_the_head_is_armed_for_one_call():
     assert isinstance(model.lm_head(states), torch.Tensor)
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_the_head_run(register):
+    model, batch, seen = build(), make_batch(), []
+    install_head(model, ModelPatcher())
+    getattr(model.lm_head, register)(lambda *each: seen.append(each))
+    model(**batch).loss.backward()
+    assert len(seen) == 1
+
+
 def test_undo_restores_everything():
     model, batch = build().train(), make_batch(num_items=9.0)
     before_head, before_loss, before_keys = model.lm_head, model.loss_function, list(model.state_dict())
@@ -497,6 +506,8 @@ class TestLazyLogits:
             lambda logits: torch.stack(list(logits)),
             lambda logits: -logits,
             lambda logits: logits**2,
+            lambda logits: logits == logits[0, 0, 0],
+            lambda logits: logits != logits[0, 0, 0],
         ],
     )
     def test_any_other_use_gives_what_the_tensor_gives(self, lazy, use):
@@ -523,6 +534,69 @@ class TestLazyLogits:
         assert recorded.softcap == (None if softcap is None else pytest.approx(softcap))
         assert recorded._tensor is None
         assert torch.equal(recorded.tensor(), use(lazy.tensor()))
+
+    def test_a_first_read_without_gradients_leaves_later_ones_theirs(self, lazy):
+        with torch.no_grad():
+            assert not lazy.argmax(-1).requires_grad
+        assert lazy.logsumexp(-1).requires_grad
+        with torch.inference_mode():
+            lazy.argmax(-1)
+        lazy.logsumexp(-1).sum().backward()
+        assert lazy.weight.grad is not None
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_logits_of_a_forward_without_gradients_have_none(self, mode):
+        model, batch = build(), make_batch()
+        install_head(model, ModelPatcher())
+        with mode():
+            lazies = [model(**batch).logits for _ in range(2)]
+        assert not (lazies[0] * 1.5).log_softmax(-1).requires_grad
+        assert not lazies[1].log_probs().log_prob_R.requires_grad
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_autocast_is_that_of_the_forward(self, dtype):
+        model, batch = build().to(dtype), make_batch()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            truth = model(**batch).logits
+            install_head(model, ModelPatcher())
+            lazy = model(**batch).logits
+        assert lazy.dtype is torch.bfloat16
+        assert torch.equal(lazy.tensor(), truth)
+
+    def test_changes_in_place_are_those_of_the_tensor(self, lazy):
+        truth = lazy.tensor().detach().clone() / 2
+        truth[0, 1, 2] = -9.0
+        with torch.no_grad():
+            lazy.div_(2)
+            lazy[0, 1, 2] = -9.0
+            for value, use in ((lazy.float(), truth), (lazy * 2, truth * 2), (torch.tanh(lazy), truth.tanh())):
+                assert torch.equal(value, use)
+        with pytest.raises(ContextError, match="in place"):
+            lazy.log_probs()
+
+    def test_the_loss_function_of_the_model_sees_changes_in_place(self):
+        model, batch = build(), make_batch()
+        install_head(model, ModelPatcher())
+        with torch.no_grad():
+            output = model(**batch)
+            output.logits.div_(2)
+            loss = model.loss_function(output.logits, batch["labels"], VOCABULARY)
+            truth = model.loss_function(output.logits.tensor(), batch["labels"], VOCABULARY)
+        assert torch.equal(loss, truth)
+        assert loss != output.loss
+
+    @pytest.mark.parametrize("read", [LazyLogits.tensor, LazyLogits.log_probs], ids=["tensor", "log_probs"])
+    def test_a_first_read_after_a_step_of_the_optimizer_is_refused(self, read):
+        model, batch = build(), make_batch()
+        install_head(model, ModelPatcher())
+        output = model(**batch)
+        before = model(**batch).logits
+        before.tensor()
+        output.loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert before.argmax(-1).shape == (1, 48)
+        with pytest.raises(ContextError, match="optimizer"):
+            read(output.logits)
 
     def test_probing_for_protocols_costs_nothing(self, lazy):
         assert not hasattr(lazy, "__array__")

@@ -74,6 +74,14 @@ def test_inputs_beside_a_packed_batch_are_refused():
         model(**make_batch(), inputs_embeds=torch.zeros(1, 29, 32))
 
 
+def test_positions_of_the_callers_own_are_refused():
+    model, batch = tiny_bloom(), make_batch(pad_to=40)
+    install_packed_training(model, ModelPatcher(), checkpointing=OffloadCheckpointing(), attention="one_by_one")
+    with pytest.raises(UnsupportedModelError, match="position_ids"):
+        model(**{**dict(batch.items()), "position_ids": batch["position_ids"] * 3})
+    assert model(**{**dict(batch.items()), "position_ids": None}).loss == model(**batch).loss
+
+
 def test_a_refusal_names_the_option_and_the_option_trains():
     rows = [{"input_ids": document.input_ids.tolist()} for document in make_documents((5, 11, 8))]
     data = quiet_data(rows, max_tokens=32)
