@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from lightning_fastft.hf.dtypes import default_dtype, seeded
+from lightning_fastft.hf.dtypes import default_dtype, find_wide_names, seeded
 from lightning_fastft.hf.loading.finite_weights import largest_magnitude, refuse_not_finite
 from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.packed_weights import without_quantization
@@ -232,15 +232,10 @@ def _set_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
 
 def _keep_wide(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
     """Give fp32 to tensors on the meta device that transformers reads in fp32; 5.17 does so only when it reads."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    kept = build_glob_alternation(list(plan))[0]
+    wide = find_wide_names(model, dtype)
     for path, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_meta and kept.search(f"{path}.{key}"):
+            if tensor is not None and tensor.is_meta and f"{path}.{key}" in wide:
                 tensor.data = tensor.data.float()
 
 
