@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -25,6 +29,21 @@ def resolve_dtype(dtype: str, *, device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
+
+
+def find_wide_names(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    """Return the names of the parameters and buffers that transformers reads in fp32 for a model of this dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return set()
+    kept = build_glob_alternation(list(plan))[0]
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name for name, _ in tensors if kept.search(name)}
 
 
 def check_precision(

@@ -198,8 +198,11 @@ def test_adapters_are_written_as_a_plain_peft_adapter(two_ranks, folder):
 @pytest.mark.parametrize("masters", ["auto", "bfloat16"])
 def test_whole_model_is_written_in_the_dtype_of_the_model(two_ranks, folder, masters):
     path = folder / f"export-{masters}"
-    assert {str(tensor.dtype) for tensor in load_file(path / "model.safetensors").values()} == {"torch.bfloat16"}
-    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16"}
+    assert (config["dtype"], config["architectures"]) == ("bfloat16", ["Qwen3ForCausalLM"])
+    # It is tied to the embedding.
+    assert "lm_head.weight" not in tensors
     _, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, list_names
 from lightning_fastft.core.extras import pip_line
-from lightning_fastft.hf.dtypes import default_dtype
+from lightning_fastft.hf.dtypes import default_dtype, find_wide_names
 from lightning_fastft.hf.loading.finite_weights import check_finite, refuse_not_finite
 from lightning_fastft.hf.loading.initialisation import initialise
 from lightning_fastft.hf.loading.packed_weights import (
@@ -26,7 +26,7 @@ from lightning_fastft.hf.loading.safe_files import check_headers
 from lightning_fastft.hf.loading.source import ModelSource, auto_class, refuse_adapters, weight_files
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 def build_model(
@@ -144,13 +144,12 @@ def _read(
         largest = model.hf_quantizer.largest
         refuse_not_finite(list(largest), list(largest.values()), name=source.name)
     _check_report(report, model=model, source=source)
-    _freeze_as_defined(model, source.config)
+    with torch.device("meta"):
+        defined = auto_class(source.config).from_config(without_quantization(source.config), dtype=dtype)
+    _freeze_as_defined(model, defined)
     if is_dequantised:
         save_as_dense(model)
-        # transformers 5.17 leaves dequantised weights in bf16 for any requested dtype.
-        for parameter in model.parameters():
-            if parameter.ndim == 3:
-                parameter.data = parameter.data.to(dtype)
+        _cast_as_defined(model, defined, dtype=dtype)
     return model
 
 
@@ -207,13 +206,23 @@ def _check_report(report: Mapping[str, Any], *, model: PreTrainedModel, source: 
         )
 
 
-def _freeze_as_defined(model: PreTrainedModel, config: PretrainedConfig) -> None:
+def _freeze_as_defined(model: PreTrainedModel, defined: PreTrainedModel) -> None:
     """Freeze the parameters that the model's class creates frozen; transformers makes all that it reads trainable."""
-    with torch.device("meta"):
-        defined = auto_class(config).from_config(without_quantization(config))
     frozen = [name for name, parameter in defined.named_parameters() if not parameter.requires_grad]
     for name in frozen:
         model.get_parameter(name).requires_grad_(requires_grad=False)
+
+
+def _cast_as_defined(model: PreTrainedModel, defined: PreTrainedModel, *, dtype: torch.dtype) -> None:
+    """Give the tensors of a dequantised model the dtypes of one that is read from dense files.
+
+    transformers 5.17 leaves stacks and tensors of other names than in the files in the dtype that they have there.
+    """
+    wide = find_wide_names(model, dtype)
+    dtypes = {name: tensor.dtype for name, tensor in defined.state_dict().items()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if name in wide else dtypes[name])
 
 
 def _check_nf4_layers(model: nn.Module, *, name: str) -> None:

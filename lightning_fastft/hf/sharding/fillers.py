@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from lightning_fastft.hf.dtypes import default_dtype, seeded
+from lightning_fastft.hf.dtypes import default_dtype, find_wide_names, seeded
 from lightning_fastft.hf.loading.finite_weights import largest_magnitude, refuse_not_finite
 from lightning_fastft.hf.loading.model import build_model
+from lightning_fastft.hf.loading.packed_weights import without_quantization
 from lightning_fastft.hf.loading.source import ModelSource, auto_class
 from lightning_fastft.hf.sharding.reads import Read, Stored, find_reads
 
@@ -53,7 +54,8 @@ def open_model(
     if is_read_early:
         return build_model(source, device=torch.device("cpu"), dtype=dtype, seed=seed), None
     with torch.device("meta"), default_dtype(torch.float32):
-        model = auto_class(source.config).from_config(copy.deepcopy(source.config), dtype=dtype).train()
+        # A config that says fp8 would be saved with weights that are not.
+        model = auto_class(source.config).from_config(without_quantization(source.config), dtype=dtype).train()
     if source.init == "random":
         return model, _RandomFiller(seed=seed, device=device)
     reads = find_reads(model, source)
@@ -62,7 +64,7 @@ def open_model(
     _keep_wide(model, dtype=dtype)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source.model, revision=source.revision or "main")
-    return model, _FileFiller(reads, device=device, model=model, name=source.name)
+    return model, _FileFiller(reads, device=device, model=copy.deepcopy(model), name=source.name)
 
 
 def reads_base(lora: LoraConfig) -> bool:
@@ -153,7 +155,15 @@ class _RandomFiller(Filler):
 
 
 class _FileFiller(Filler):
-    """Read each tensor from the safetensors files that have it, or its parts."""
+    """Read each tensor from the safetensors files that have it, or its parts.
+
+    Args:
+        reads: By the names of the model's tensors.
+        device: Device of the finished tensors.
+        model: A copy on the meta device, which never gets adapters. Conversions look up shapes and dtypes in it, and
+            PEFT hides the experts that it adapts.
+        name: Name of the checkpoint, for errors.
+    """
 
     def __init__(self, reads: dict[str, Read], *, device: torch.device, model: PreTrainedModel, name: str) -> None:
         super().__init__(device=device)
@@ -200,7 +210,9 @@ class _FileFiller(Filler):
 
     def _read(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._made:
-            self._made |= self.reads[name].run(self._load, model=self.model)
+            read = self.reads[name]
+            _set_dtype(self.model, read.target, dtype)
+            self._made |= read.run(self._load, model=self.model)
         tensor = self._made.pop(name)
         if tensor.is_floating_point() and tensor.numel():
             self.largest[name] = largest_magnitude(tensor)
@@ -210,17 +222,20 @@ class _FileFiller(Filler):
         return self._files[stored.path].get_tensor(stored.key)
 
 
+def _set_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> None:
+    """Give a parameter on the meta device the dtype to which its files are dequantised; buffers keep theirs."""
+    path, _, key = name.rpartition(".")
+    parameter = model.get_submodule(path)._parameters.get(key)
+    if parameter is not None:
+        parameter.data = parameter.data.to(dtype)
+
+
 def _keep_wide(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
     """Give fp32 to tensors on the meta device that transformers reads in fp32; 5.17 does so only when it reads."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    kept = build_glob_alternation(list(plan))[0]
+    wide = find_wide_names(model, dtype)
     for path, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_meta and kept.search(f"{path}.{key}"):
+            if tensor is not None and tensor.is_meta and f"{path}.{key}" in wide:
                 tensor.data = tensor.data.float()
 
 

@@ -56,7 +56,7 @@ class Read:
     """
 
     def __init__(self, target: str, converter: WeightConverter | None) -> None:
-        self._target, self._converter = target, converter
+        self.target, self._converter = target, converter
         self.stored: list[Stored] = []
 
     @property
@@ -67,12 +67,12 @@ class Read:
     def run(self, load: Callable[[Stored], torch.Tensor], *, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return the tensors of the model by name."""
         if self._converter is None:
-            return {self._target: load(self.stored[0])}
+            return {self.target: load(self.stored[0])}
         # It collects what it converts.
         converter = copy.deepcopy(self._converter)
         for stored in self.stored:
-            converter.add_tensor(self._target, stored.key, stored.pattern, functools.partial(load, stored))
-        made = converter.convert(self._target, model=model, config=model.config)
+            converter.add_tensor(self.target, stored.key, stored.pattern, functools.partial(load, stored))
+        made = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

@@ -94,8 +94,18 @@ def gather_state(
             name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad
         }
         state = {name: tensor for name, tensor in state.items() if name in trained}
-    if dtype is None:
-        return state
+    if dtype is not None:
+        state = _cast_masters(model, state, dtype=dtype)
+    # torch gathers a tied weight once for each of its names; save_pretrained writes memory that names share once.
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if name in state and first in state:
+            state[name] = state[first]
+    return state
+
+
+def _cast_masters(model: nn.Module, state: dict[str, torch.Tensor], *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     uncast = {id(parameter) for unit in units for parameter in find_uncast(unit)}
     cast_names = {

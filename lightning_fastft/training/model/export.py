@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,15 @@ def save_model(
         save_adapters(model, Path(folder), state_dict=state, initial=initial)
     else:
         model.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
+        if state is not None:
+            _name_dtype(Path(folder) / "config.json", compute_dtype)
         share_weights(Path(folder))
     generation = None if answer_end is None else add_stop(model.generation_config, answer_end)
     write_companions(Path(folder), tokenizer=tokenizer, images=images, generation=generation)
+
+
+def _name_dtype(file: Path, dtype: torch.dtype) -> None:
+    """Write the dtype of the saved weights to a configuration, where transformers wrote that of the masters."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["dtype"] = str(dtype).removeprefix("torch.")
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import AutoHfQuantizer
 
 from lightning_fastft.core.errors import DataError, MissingDependencyError, UnsupportedModelError
@@ -15,6 +15,7 @@ from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packed_files import FAMILIES, TINY, write_fp8
+from tests.support.tiny_models import build_tiny
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,19 @@ def test_weights_in_fp8_are_read_dequantised_in_the_dtype_asked_for(tmp_path, fa
     for name, parameter in model.named_parameters():
         assert parameter.dtype is dtype
         assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [name for name in ("bailing_hybrid", "mixtral") if name in CONFIG_MAPPING])
+def test_other_tensors_have_the_dtypes_of_dense_files(tmp_path, family, dtype):
+    # Convolutions in three axes that stay in fp32, and routers that transformers renames.
+    build_tiny(family).bfloat16().save_pretrained(tmp_path)
+    expected = {name: tensor.dtype for name, tensor in build(tmp_path, dtype=dtype).state_dict().items()}
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = {name: tensor.dtype for name, tensor in build(tmp_path, dtype=dtype).state_dict().items()}
+    assert found == expected
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

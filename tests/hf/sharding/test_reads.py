@@ -95,9 +95,28 @@ def test_weights_in_fp8_are_dequantised_unit_by_unit(tmp_path, family):
     assert stored_names(tmp_path / "again") == stored_names(tmp_path / "dense")
 
 
-def test_experts_in_mxfp4_are_dequantised_unit_by_unit(tmp_path):
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_experts_in_mxfp4_are_dequantised_unit_by_unit(tmp_path, has_lora):
     write_mxfp4(tmp_path)
-    check(ModelSource(str(tmp_path)))
+    # PEFT's wrapper hides the stack.
+    lora = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    check(ModelSource(str(tmp_path)), **({"lora": lora} if has_lora else {}))
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_sharded_model_does_not_say_that_it_is_quantised(tmp_path, init):
+    write_fp8(tmp_path, "qwen3")
+    model, _ = open_model(ModelSource(str(tmp_path / "fp8"), init=init), device=CPU, dtype=torch.bfloat16)
+    assert "quantization_config" not in model.config.to_dict()
+
+
+def test_masters_hold_what_dequantised_files_have(tmp_path):
+    write_fp8(tmp_path, "qwen3_moe")
+    source = ModelSource(str(tmp_path / "fp8"))
+    with rank_of_two(0) as mesh:
+        options = {"compute_dtype": torch.bfloat16, "master_dtype": torch.float32}
+        model, _ = build_pieces(source, mesh, dtype=torch.bfloat16, **options)
+        check_pieces(model, build_whole(source, dtype=torch.float32), rank=0)
 
 
 def test_masters_of_merged_experts_hold_what_the_files_have(tmp_path):
