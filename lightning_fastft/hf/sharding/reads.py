@@ -89,7 +89,7 @@ def find_reads(model: PreTrainedModel, source: ModelSource) -> dict[str, Read] |
         UnsupportedModelError: As ``check_scales``.
 
     Cost:
-        Reads the headers of the files. On the host about 30 microseconds per stored tensor.
+        Reads the headers of the files. On the host about 70 microseconds per stored tensor: 2.6 s for Qwen3-235B-A22B.
     """
     method = quantization_method(source.config)
     is_dequantised = dequantised_format(source.config) is not None
