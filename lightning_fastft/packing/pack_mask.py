@@ -48,7 +48,8 @@ def hides_tokens(mask: object, context: BatchContext) -> bool:
     Cost:
         None for the mask of the batch; one host sync for another one.
     """
-    if not isinstance(mask, torch.Tensor) or isinstance(mask, PackMask) or mask.ndim != 2:
+    # A planned step runs on the meta device, where a mask has no values.
+    if not isinstance(mask, torch.Tensor) or isinstance(mask, PackMask) or mask.ndim != 2 or mask.is_meta:
         return False
     return not bool(mask[:, : context.num_real_tokens].all())
 
