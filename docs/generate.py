@@ -93,7 +93,7 @@ def write_support() -> str:
     lines += [
         "\n**Formats of checkpoints.** safetensors files in fp32, bf16 or fp16; in NF4 of bitsandbytes; in fp8 "
         "with scales per block",
-        "(DeepSeek, Qwen, MiniMax) or in MXFP4 (gpt-oss). The last two have no backward in transformers 5.17, so they "
+        "(Qwen, MiniMax) or in MXFP4 (gpt-oss). The last two have no backward in transformers 5.17, so they "
         "are dequantised when they are",
         "read. `quantization='nf4'` quantises them again; it takes host memory for the model in bf16. transformers "
         "cannot dequantise a weight",

@@ -80,8 +80,8 @@ def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
 def check_scales(paths: Sequence[str], config: PretrainedConfig, *, name: str) -> None:
     """Raise on weights in fp8 whose scales transformers would read wrongly, or not at all.
 
-    It takes the size of a block from the number of scales: of 192 rows in blocks of 128 it makes two blocks of 96. A
-    weight without scales becomes what its bits are. Neither is an error there.
+    It divides a weight into as many equal blocks as there are scales: 192 rows in blocks of 128 become two blocks of
+    96. A weight without scales keeps its numbers in fp8. Neither is an error there.
 
     Raises:
         DataError: A weight has no scales, or another number of them than it has blocks.
@@ -101,20 +101,21 @@ def check_scales(paths: Sequence[str], config: PretrainedConfig, *, name: str) -
             for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 tensor = file.get_slice(key)
                 shapes[key] = tensor.get_shape()
-                if tensor.get_dtype().startswith("F8_E4") or tensor.get_dtype().startswith("F8_E5"):
+                # Scales may be in F8_E8M0.
+                if tensor.get_dtype() in ("F8_E4M3", "F8_E5M2"):
                     weights.append(key)
     for key in weights:
         scales = next((shapes[other] for other in _scale_names(key) if other in shapes), None)
         if scales is None:
             raise DataError(f"{name} holds {key} in fp8, and no scales of it. Download the files of {name} again.")
         for size, count, length in zip(shapes[key][-2:], scales[-2:], block):
-            form = f"{name} holds {key} of shape {tuple(shapes[key])} in fp8, with scales {tuple(scales)} for blocks of"
+            shape = f"{tuple(shapes[key])} in fp8, with scales {tuple(scales)} for blocks of {length}"
             if count != -(-size // length):
-                raise DataError(f"{form} {length}: they do not fit. Download the files of {name} again.")
+                raise DataError(f"{name} holds {key} of shape {shape}: they do not fit. Download its files again.")
             if count > 1 and size % length:
                 raise UnsupportedModelError(
-                    f"{form} {length}. The last block is smaller than the others, and transformers cannot dequantise "
-                    "it. Give a checkpoint of this model in bf16."
+                    f"{name} holds {key} of shape {shape}. The last block is smaller than the others, and transformers "
+                    "cannot dequantise it. Give a checkpoint of this model in bf16."
                 )
 
 

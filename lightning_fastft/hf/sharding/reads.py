@@ -79,10 +79,10 @@ class Read:
 def find_reads(model: PreTrainedModel, source: ModelSource) -> dict[str, Read] | None:
     """Return what makes each tensor of a model from the files of its checkpoint, by the names of the model's tensors.
 
-    The model notes the conversions, as after ``from_pretrained``: it is saved under the names of these files.
-
     None if the files do not make exactly the model's tensors in its shapes, or in a way that cannot be foreseen without
     their values; reading the whole model then says what is wrong, or does it.
+
+    The model notes the conversions, as after ``from_pretrained``: it is saved under the names of these files.
 
     Raises:
         DataError: A weight file is broken, or its weights in fp8 have no scales.
@@ -98,11 +98,10 @@ def find_reads(model: PreTrainedModel, source: ModelSource) -> dict[str, Read] |
     paths = weight_files(source)
     check_headers(paths, name=source.name, is_quantised=is_dequantised)
     check_scales(paths, source.config, name=source.name)
-    metas = _read_metas(paths)
     try:
-        return _plan(model, source, metas)
+        return _plan(model, source, _read_metas(paths))
     except (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        # A conversion needs values, or does not fit these tensors.
+        # A conversion needs values, or does not fit these tensors; or their dtype is not known here.
         return None
 
 

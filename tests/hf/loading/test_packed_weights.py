@@ -1,4 +1,4 @@
-"""Checkpoints with weights in fp8, as DeepSeek, Qwen and MiniMax publish them, are read dequantised."""
+"""Checkpoints with weights in fp8, as Qwen and MiniMax publish them, are read dequantised."""
 
 import json
 

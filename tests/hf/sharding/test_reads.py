@@ -165,3 +165,9 @@ def test_foreign_tensors_are_left_to_the_reader_of_whole_models(tmp_path):
     assert find_reads(build_tiny("qwen3_moe"), source) is None
     with pytest.raises(DataError, match="in the files but not in the model"):
         open_model(source, device=CPU, dtype=torch.float32)
+
+
+def test_a_dtype_that_is_not_known_is_left_to_the_reader_of_whole_models(tmp_path, monkeypatch):
+    source = save(tmp_path, "qwen3_moe")
+    monkeypatch.setattr("lightning_fastft.hf.sharding.reads._DTYPES", {})
+    assert open_model(source, device=CPU, dtype=torch.float32)[1] is None
