@@ -88,9 +88,7 @@ class PackedBatch:
 
     def __getitem__(self, key: str) -> Any:
         item = self._items[key]
-        # One document alone has no other to see.
-        is_pack = self.context.lengths[0] < self.context.whole.num_real_tokens
-        return PackMask.of(item, self.context) if key == "attention_mask" and is_pack else item
+        return PackMask.of(item, self.context) if key == "attention_mask" else item
 
     def __contains__(self, key: object) -> bool:
         return key in self._items

@@ -100,6 +100,9 @@ class PackMask(torch.Tensor):
             return result
         if getattr(func, "__name__", "") in _COPIES and result.numel() == mask.numel():
             return PackMask.of(result, mask.context)
+        # One document alone has no other to see.
+        if mask.context.lengths[0] == mask.context.whole.num_real_tokens:
+            return result
         reader = _find_reader()
         if reader == _MASK_BUILDERS or (reader.startswith("transformers") and mask.context.num_reads == 0):
             raise ContextError(

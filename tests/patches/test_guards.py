@@ -29,6 +29,7 @@ from lightning_fastft.patches.packed import install_packed_training
 from tests.support.packs import make_batch
 from tests.support.sizes import sizes
 from tests.support.tiny_models import VOCABULARY, build_tiny
+from tests.support.truth import Watch
 
 SIZES = sizes(vocab=VOCABULARY, width=32, inner=40, layers=2, heads=4, key_heads=2, pad_token_id=0)
 
@@ -222,6 +223,15 @@ def test_a_mask_of_the_callers_own_that_hides_a_token_is_refused(attention):
     with pytest.raises(BackendError, match="attention_mask hides tokens"):
         model(**{**keywords, "attention_mask": mask})
     assert model(input_ids=batch["input_ids"], attention_mask=mask).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [(9,), (5, 4)])
+def test_the_mask_of_the_batch_is_not_read(lengths):
+    model, batch = build_tiny("llama"), make_batch(lengths, pad_to=16)
+    install_packed_training(model, ModelPatcher())
+    with Watch() as watch:
+        model(**batch).loss.backward()
+    assert watch.waits == []
 
 
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
