@@ -1,13 +1,13 @@
-r"""Compare bf16 weights with stochastic rounding and 8-bit moments to bf16 weights with fp32 masters, on real text.
+r"""Compare bf16 weights with stochastic rounding to bf16 weights with fp32 masters, on real text.
 
     python -m benchmarks.weight_rounding --data train.jsonl --out runs/rounding
 
-A Llama of two layers, drawn at random, is trained in full on bytes of text for 300 steps: with fp32 masters and fp32
-moments from three seeds (weights and order of the text); with stochastic rounding and 8-bit moments from the same
-seeds; and rounded to nearest, which loses changes below half a unit. Bar: for each seed, the mean of the last 20
-losses with stochastic rounding differs from that of masters by at most the largest difference between seeds of masters.
-The run rounded to nearest is a control: it must miss the bar, or the learning rate is too large for the test to be
-meaningful. Data: lines of JSON with "question" and "answer" (GSM8K).
+A Llama of two layers, drawn at random, is trained in full on bytes of text for 300 steps with 8-bit moments: with fp32
+masters from three seeds (weights and order of the text); with stochastic rounding from the same seeds; and rounded to
+nearest, which loses changes below half a unit. Bar: for each seed, the mean of the last 20 losses with stochastic
+rounding differs from that of masters by at most the largest difference between seeds of masters. The run rounded to
+nearest is a control: it must miss the bar, or the learning rate is too large for the test to be meaningful. Masters
+with fp32 moments show what 8-bit moments change. Data: lines of JSON with "question" and "answer" (GSM8K).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from lightning_fastft.training.optimizer import FusedAdamW
 
 NUM_LAST = 20
 ARMS: dict[str, dict[str, Any]] = {
-    "masters": {"master_weights": True},
+    "masters": {"master_weights": True, "optim_bits": 8},
     "stochastic": {"rounding": "stochastic", "optim_bits": 8},
     "nearest": {"optim_bits": 8},
+    "masters, fp32 moments": {"master_weights": True},
 }
 _SIZES = {
     "vocab_size": 256,
