@@ -275,6 +275,9 @@ NAMED_RUNS = {
     "14b-fp8": NamedRun("qwen3-14b-qlora", ("ours keep+fused+fp8", "ours keep+fused", "unsloth off")),
     "14b-budget": NamedRun("qwen3-14b-qlora", ("ours auto=12.2:64+fused", "unsloth unsloth")),
     "14b-16k": NamedRun("qwen3-14b-qlora-16k", ("ours auto=13.7:64+fused", "unsloth unsloth")),
+    "14b-16k-bitsandbytes": NamedRun(
+        "qwen3-14b-qlora-16k", ("ours auto=13.7:64+fused, adamw_8bit", "unsloth unsloth")
+    ),
     "14b-128k": NamedRun("qwen3-14b-10l-qlora-128k-one-document", ("ours auto=33:64+fused", "unsloth unsloth")),
     "14b-metadata": NamedRun("qwen3-14b-qlora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
     "0.6b": NamedRun("qwen3-0.6b-lora", ("ours keep+graphs", "unsloth off", "unsloth unsloth")),
