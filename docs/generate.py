@@ -499,7 +499,8 @@ def main() -> int:
     """Write the files and return 0."""
     (DOCS / "support.md").write_text(write_support(), encoding="utf-8")
     (DOCS / "options.md").write_text(write_options(), encoding="utf-8")
-    from docs.numbers_page import write_numbers, write_readme_headlines
+    from docs.named_runs import write_readme_headlines
+    from docs.numbers_page import write_numbers
 
     (DOCS / "numbers.md").write_text(write_numbers(), encoding="utf-8")
     parts = (

@@ -1,16 +1,12 @@
-"""Return docs/numbers.md and the headlines of README.md: tables of benchmarks/results.csv, and prose with figures of
-its rows.
+"""Return docs/numbers.md: tables of benchmarks/results.csv, and prose with figures of its rows.
 
-`python docs/generate.py` writes both. No figure is written by hand: the prose refers to figures as {name}. The README
-cites runs by the names of NAMED_RUNS.
+`python docs/generate.py` writes the page. No figure is written by hand: the prose refers to figures as {name}.
 """
 
 from __future__ import annotations
 
 import csv
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -21,32 +17,30 @@ from benchmarks.ruler.logs import LOGS, read_logs
 from benchmarks.ruler.pairs import NUM_WHOLE_STEPS
 from benchmarks.ruler.rows import NUM_ROW_STEPS, ROWS
 from benchmarks.ruler.systems import CHECKED_AGAINST, CONFLICTS
+from docs.entries import (
+    BITS,
+    CONTROL,
+    RESULTS,
+    Entry,
+    best_pair,
+    fastest,
+    figure,
+    format_figure,
+    newest,
+    read_entries,
+    short_device,
+    short_label,
+    table_head,
+    table_row,
+    workload_name,
+)
+from docs.named_runs import NAMED_RUNS, find_figures, find_named_run
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results.csv"
-# Metrics of results.csv that the tables show, by their columns.
-MEASURES = {
-    ("step", "ms"): "ms",
-    ("tokens", "tokens/s"): "tokens",
-    ("examples", "examples/s"): "examples",
-    ("peak allocated", "GiB"): "allocated",
-    ("peak allocated, largest rank", "GiB"): "allocated",
-    ("peak reserved", "GiB"): "reserved",
-    ("peak reserved, largest rank", "GiB"): "reserved",
-    ("device memory", "GiB"): "device memory",
-    ("host waits", "per step"): "host syncs to the backward",
-    ("host waits, whole step", "per step"): "host syncs",
-    (f"whole run of {NUM_WHOLE_STEPS} steps", "s"): "whole run",
-    ("predicted step", "ms"): "predicted ms",
-    ("predicted peak", "GiB"): "predicted GiB",
-}
 # Headlines that scripts other than compare.py measure.
 OTHER_HEADLINES = ("dpo qwen3-8b-lora", "grpo qwen3-8b-lora", "qwen3-vl-8b")
 HEADLINES = (*(row.workload for row in ROWS.values() if row.workload != "tiny"), *OTHER_HEADLINES)
 HEADLINE_BENCHMARKS = ("compare", "train_step", "moe", "tuners", "images")
 PEERS = ("unsloth", "trl")
-# In the label of a setting that was measured once more.
-CONTROL = " A/A"
-BITS = {"adamw_8bit": "8-bit", "adamw_fused_8bit": "8-bit", "adamw_fused": "32-bit"}
 TEMPLATE = """\
 <!-- Written by `python docs/generate.py`; edit docs/numbers_page.py, not this file. -->
 # Numbers, with the commands that measured them
@@ -169,8 +163,6 @@ predicts these rows; `python -m benchmarks.cluster_model` prints its errors.
 with versions, spread and number of steps. [benchmarks/README.md](../benchmarks/README.md) lists the scripts: single
 layers of experts, row kernels, packing, masked attention, small cards, training curves, faults.
 """
-
-
 # Curves of `python -m benchmarks.quality`, a file for each run; the newest is shown.
 QUALITY_CURVES = "quality-*.csv"
 SYSTEM_NAMES = {
@@ -179,8 +171,6 @@ SYSTEM_NAMES = {
     "trl": "TRL, packed, Liger",
     "plain": "transformers + PEFT",
 }
-
-
 # Of a start, in `python -m benchmarks.first_step`.
 _START_PARTS = ("imports", "loaded", "first step", "steady")
 
@@ -205,32 +195,6 @@ class QualityPoint(NamedTuple):
     seconds: float
     loss: float
     exact: float
-
-
-class NamedRun(NamedTuple):
-    """A run that the README cites: the newest one that has all of its labels.
-
-    Args:
-        workload: First word of the rows' workload.
-        labels: Systems of its rows, with or without the optimizer.
-    """
-
-    workload: str
-    labels: tuple[str, ...]
-
-
-class Headline(NamedTuple):
-    """A line of the README's table.
-
-    Args:
-        title: What is trained.
-        run: A name in NAMED_RUNS.
-        setting: Ours.
-    """
-
-    title: str
-    run: str
-    setting: str
 
 
 class Aim(NamedTuple):
@@ -266,113 +230,6 @@ AIMS = (
         "Weights and gradients alone take 122 GiB; the caching allocator keeps what a step frees.",
     ),
 )  # fmt: skip
-_BUDGET = "auto=12.0:24+fused"
-NAMED_RUNS = {
-    "14b": NamedRun(
-        "qwen3-14b-qlora",
-        ("ours keep+fused", f"ours {_BUDGET}", "ours recompute+fused", "unsloth off", "unsloth unsloth"),
-    ),
-    "14b-kept": NamedRun("qwen3-14b-qlora", ("ours shipped", "unsloth off")),
-    "14b-fp8": NamedRun("qwen3-14b-qlora", ("ours keep+fused+fp8", "ours keep+fused", "unsloth off")),
-    "14b-budget": NamedRun("qwen3-14b-qlora", ("ours auto=12.2:64+fused", "unsloth unsloth")),
-    "14b-16k": NamedRun("qwen3-14b-qlora-16k", ("ours auto=13.7:64+fused", "unsloth unsloth")),
-    "14b-16k-bitsandbytes": NamedRun(
-        "qwen3-14b-qlora-16k", ("ours auto=13.7:64+fused, adamw_8bit", "unsloth unsloth")
-    ),
-    "14b-128k": NamedRun("qwen3-14b-10l-qlora-128k-one-document", ("ours auto=33:64+fused", "unsloth unsloth")),
-    "14b-metadata": NamedRun("qwen3-14b-qlora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
-    "0.6b": NamedRun("qwen3-0.6b-lora", ("ours keep+graphs", "unsloth off", "unsloth unsloth")),
-    "0.6b-launches": NamedRun(
-        "qwen3-0.6b-lora", ("ours recompute+fused", "ours offload:24+fused", "unsloth unsloth")
-    ),
-    "0.6b-metadata": NamedRun("qwen3-0.6b-lora", ("varlen/once", "varlen/every-layer", "sdpa/every-layer-loop")),
-    "30b-a3b": NamedRun("qwen3-30b-a3b-12l-lora", ("ours shipped", "unsloth off")),
-    "30b-a3b-recomputed": NamedRun("qwen3-30b-a3b-12l-lora", ("ours recompute+graphs", "unsloth off")),
-    "8b-budget": NamedRun("qwen3-8b-qlora", ("ours auto=7.9:64+fused", "unsloth unsloth")),
-    "8b-budget-bitsandbytes": NamedRun("qwen3-8b-qlora", ("ours auto=8:64+fused, adamw_8bit", "unsloth unsloth")),
-    "8b-full": NamedRun("qwen3-8b-full", ("ours keep+fused, adamw_fused", "unsloth off")),
-    "8b-full-8-bit": NamedRun("qwen3-8b-full", ("ours keep+fused, adamw_fused_8bit", "unsloth off")),
-    "8b-full-bitsandbytes": NamedRun("qwen3-8b-full", ("ours keep+fused, adamw_8bit", "unsloth off")),
-    "8b-fp8-kept": NamedRun("qwen3-8b-full", ("ours keep+fused+fp8",)),
-    "8b-fp8": NamedRun("qwen3-8b-full", ("ours recompute+fused+fp8", "ours recompute+fused")),
-    "32k": NamedRun("llama-3.1-8b-lora-32k", ("ours keep+fused", "unsloth off")),
-    "32k-one-document": NamedRun("llama-3.1-8b-lora-32k-one-document", ("ours keep+fused", "unsloth off")),
-    "128k": NamedRun("llama-3.1-8b-lora-128k-one-document", ("ours offload:40+fused+tiles8", "unsloth unsloth")),
-    "30b-a3b-48-layers": NamedRun("qwen3-30b-a3b-lora", ("ours auto+graphs=auto",)),
-    "gpt-oss": NamedRun("gpt-oss-20b-12l-lora", ("ours keep+fused", "unsloth unsloth+padded64")),
-    "32b-full": NamedRun("qwen3-32b-qlora", ("ours full fsdp x4",)),
-    "32b-one-gpu": NamedRun(
-        "qwen3-32b",
-        ("ours recompute+fused, moments in 8 bits, 100 % of the moments on the host, stochastic rounding",),
-    ),
-    "70b": NamedRun("llama-3.3-70b-qlora", ("ours auto=130:16+fused",)),
-    "70b-fp8": NamedRun("llama-3.3-70b-qlora", ("ours auto=130:16+fused+fp8",)),
-}
-README_LINES = (
-    Headline("Qwen3-14B QLoRA", "14b-kept", "shipped"),
-    Headline("the same with `vram_budget=12`", "14b", _BUDGET),
-    Headline("Qwen3-30B-A3B LoRA, 12 layers", "30b-a3b", "shipped"),
-    Headline("Qwen3-0.6B LoRA", "0.6b", "keep+graphs"),
-    Headline("Llama-3.1-8B LoRA, 32,768 tokens", "32k", "keep+fused"),
-    Headline("the same, one document of 131,072 tokens", "128k", "offload:40+fused+tiles8"),
-    Headline("Qwen3-8B, every weight trained", "8b-full", "keep+fused"),
-)
-README_TEMPLATE = """\
-{table}
-
-Each line is one run on one GPU, named in the last column: median time of a step, peak memory, and the width of the
-optimizer's moments. *Equal moments* and *best* are our tokens per second divided by those of Unsloth's fastest setting
-in that run: with moments of equal width, and with the best setting of each. Empty cells were not measured in it.
-
-Where ours loses: memory. With all activations kept, Qwen3-14B takes {keep_gib} GiB, Unsloth's default {unsloth_gib} GiB
-({cite[14b]}). Qwen3-0.6B, recomputed and without CUDA graphs, takes {eager_gib} GiB and {eager_ms} ms, Unsloth's
-default {unsloth_small_gib} GiB and {unsloth_small_ms} ms ({cite[0.6b-launches]}). With every weight of Qwen3-8B
-trained, ours takes {full_gib} GiB, Unsloth {unsloth_full_gib} GiB ({cite[8b-full]}). With 8-bit moments, ours takes
-{full_8_bit_ms} ms and {full_8_bit_gib} GiB, Unsloth {unsloth_full_8_bit_ms} ms and {unsloth_full_8_bit_gib} GiB
-({cite[8b-full-8-bit]}). Nearly all of that gain is `FusedAdamW`: with `bitsandbytes.optim.AdamW8bit` in both, ours
-takes {bitsandbytes_full_ms} ms, Unsloth {unsloth_bitsandbytes_full_ms} ms ({cite[8b-full-bitsandbytes]}).
-"""
-
-
-@dataclass
-class Entry:
-    """All figures of one system in one run."""
-
-    benchmark: str
-    workload: str
-    label: str
-    date: str
-    command: str
-    device: str
-    order: int
-    figures: dict[str, float] = field(default_factory=dict)
-    num_steps: str = ""
-
-    @property
-    def system(self) -> str:
-        """Name of the system: ours, unsloth, trl or plain."""
-        return re.split(r"[ :]", self.label, maxsplit=1)[0]
-
-    @property
-    def setting(self) -> str:
-        """The mode, without the optimizer."""
-        return re.split(r"[ :]", self.label, maxsplit=1)[1].partition(", adamw")[0]
-
-    @property
-    def optimizer(self) -> str:
-        """Name of the optimizer, as in the ruler; empty if the row has none."""
-        _, mark, name = self.label.partition(", adamw")
-        return f"adamw{name}" if mark else ""
-
-    @property
-    def run(self) -> tuple[str, str, str]:
-        """Key of a run, equal for its rows."""
-        return (self.date, self.command, self.device)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second, or examples if the row has no tokens."""
-        return self.figures.get("tokens", self.figures.get("examples", 0.0))
 
 
 class Commands:
@@ -407,34 +264,13 @@ def _log_link(name: str) -> str:
     return f"[{name}](../benchmarks/logs/{name})"
 
 
-def read_entries(path: Path = RESULTS) -> list[Entry]:
-    """Return the measured steps of a results file, oldest first; a run that repeats a system keeps its last figures."""
-    entries: dict[tuple[str, ...], Entry] = {}
-    with path.open(encoding="utf-8", newline="") as file:
-        for order, row in enumerate(csv.DictReader(file)):
-            measure = MEASURES.get((row["metric"], row["unit"]))
-            if measure and row["value"]:
-                names = ("benchmark", "workload", "system", "date", "command", "device")
-                key = tuple(row[name] for name in names)
-                entry = entries.setdefault(key, Entry(*key, order=order))
-                entry.figures[measure] = float(row["value"])
-                entry.num_steps = row["n"] if measure == "ms" else entry.num_steps
-                entry.order = order if measure == "ms" else entry.order
-    return sorted((entry for entry in entries.values() if "ms" in entry.figures), key=lambda entry: entry.order)
-
-
-def newest(entries: Iterable[Entry], key: Callable[[Entry], object]) -> list[Entry]:
-    """Return the last entry of each key, in the order in which the keys appeared."""
-    return list({key(entry): entry for entry in entries}.values())
-
-
 def find_headline(entries: Sequence[Entry], workload: str) -> tuple[list[Entry], list[Entry]]:
     """Return the newest run that measured ours beside the fastest known settings of other systems on that GPU, else the
     newest that measured ours beside any; and the other systems' other rows on that GPU.
 
     A run with Unsloth or TRL comes before one with plain transformers only.
     """
-    own = [e for e in entries if e.benchmark in HEADLINE_BENCHMARKS and _name(e) == workload]
+    own = [e for e in entries if e.benchmark in HEADLINE_BENCHMARKS and workload_name(e) == workload]
     runs: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in own:
         runs.setdefault(entry.run, []).append(entry)
@@ -469,7 +305,7 @@ def _has_own_optimizer(run: Sequence[Entry]) -> bool:
 def write_headlines(entries: Sequence[Entry]) -> str:
     """Return the table of headlines and the list of its commands."""
     commands = Commands()
-    lines = _head(
+    lines = table_head(
         "workload", "system", "setting", "optimizer", "ms", "repeated, ms", "steps", "per second", "allocated GiB",
         "reserved GiB", "device memory GiB", "host syncs", f"{NUM_WHOLE_STEPS} steps, s (partly extrapolated)",
         "device", "date", "command",
@@ -483,12 +319,12 @@ def write_headlines(entries: Sequence[Entry]) -> str:
             repeated = again.get(entry.label)
             unit = "tokens" if "tokens" in entry.figures else "examples"
             lines.append(
-                _line(
+                table_row(
                     workload, entry.system + mark, f"`{entry.setting}`", BITS.get(entry.optimizer, ""),
-                    format_figure(entry.figures["ms"]), _figure(repeated, "ms") if repeated else "", entry.num_steps,
+                    format_figure(entry.figures["ms"]), figure(repeated, "ms") if repeated else "", entry.num_steps,
                     f"{format_figure(entry.rate)} {unit}",
-                    _figure(entry, "allocated"), _figure(entry, "reserved"), _figure(entry, "device memory"),
-                    _host_syncs(entry), _figure(entry, "whole run"), short_device(entry.device), entry.date,
+                    figure(entry, "allocated"), figure(entry, "reserved"), figure(entry, "device memory"),
+                    _host_syncs(entry), figure(entry, "whole run"), short_device(entry.device), entry.date,
                     commands.cite(entry),
                 )
             )  # fmt: skip
@@ -497,29 +333,21 @@ def write_headlines(entries: Sequence[Entry]) -> str:
 
 def _host_syncs(entry: Entry) -> str:
     """Return the host syncs of a whole step, or those to the end of the backward, marked."""
-    partial = _figure(entry, "host syncs to the backward")
-    return _figure(entry, "host syncs") or (f"{partial}+" if partial else "")
+    partial = figure(entry, "host syncs to the backward")
+    return figure(entry, "host syncs") or (f"{partial}+" if partial else "")
 
 
 def write_ratios(entries: Sequence[Entry]) -> str:
     """Return how ours compares with each other system in the runs of the headlines."""
-    lines = _head("workload", "other system", "8-bit moments", "32-bit moments", "best of each", "allocated GiB")
+    lines = table_head("workload", "other system", "8-bit moments", "32-bit moments", "best of each", "allocated GiB")
     for workload in HEADLINES:
         run = [e for e in find_headline(entries, workload)[0] if CONTROL not in e.label and "fp8" not in e.label]
         for other in dict.fromkeys(entry.system for entry in run if entry.system != "ours"):
-            cells = [_best_pair(run, other, bits) for bits in ("8-bit", "32-bit", None)]
+            cells = [best_pair(run, other, bits) for bits in ("8-bit", "32-bit", None)]
             ratios = [f"{pair[0].rate / pair[1].rate:.2f}" if pair else "" for pair in cells]
-            memory = " against ".join(_figure(entry, "allocated") for entry in cells[-1])
-            lines.append(_line(workload, other, *ratios, memory))
+            memory = " against ".join(figure(entry, "allocated") for entry in cells[-1])
+            lines.append(table_row(workload, other, *ratios, memory))
     return "\n".join(lines)
-
-
-def _best_pair(run: Sequence[Entry], other: str, bits: str | None) -> list[Entry]:
-    """Return our fastest entry and the other system's, among those with moments of that width; empty if one has
-    none.
-    """
-    found = [[e for e in run if e.system == name and bits in (None, BITS.get(e.optimizer))] for name in ("ours", other)]
-    return [max(own, key=lambda e: e.rate) for own in found] if all(found) else []
 
 
 def find_quality(folder: Path = LOGS) -> Path:
@@ -541,7 +369,7 @@ def read_quality(folder: Path = LOGS) -> list[QualityPoint]:
 
 def write_quality(folder: Path = LOGS) -> str:
     """Return the ends of the curves: seconds of the first and of later starts, loss and exact match over the seeds."""
-    lines = _head("system", "setting", "first start, s", "later starts, s", "validation loss", "exact match")
+    lines = table_head("system", "setting", "first start, s", "later starts, s", "validation loss", "exact match")
     points = read_quality(folder)
     before = next(point for point in points if point.step == 0)
     for system in dict.fromkeys(point.system for point in points):
@@ -549,7 +377,7 @@ def write_quality(folder: Path = LOGS) -> str:
         later = [point.seconds for point in ends if point.seed > 0]
         losses, exact = [point.loss for point in ends], [point.exact for point in ends]
         lines.append(
-            _line(
+            table_row(
                 SYSTEM_NAMES[system],
                 f"`{ends[0].mode}`",
                 format_figure(ends[0].seconds),
@@ -570,7 +398,7 @@ def write_quality(folder: Path = LOGS) -> str:
 def write_front(entries: Sequence[Entry]) -> str:
     """Return time and memory of every plan of the newest runs, relative to Unsloth's two settings."""
     commands = Commands()
-    lines = _head(
+    lines = table_head(
         "workload", "system", "setting", "ms", "tokens/s", "allocated GiB", "reserved GiB", "predicted ms",
         "predicted GiB", "against Unsloth's line", "device", "date", "command",
     )  # fmt: skip
@@ -582,10 +410,10 @@ def write_front(entries: Sequence[Entry]) -> str:
         for entry in sorted(points, key=lambda e: e.figures["allocated"]):
             relative = f"{entry.figures['ms'] / _line_at(line, entry) - 1:+.1%}" if entry not in line and line else ""
             lines.append(
-                _line(
+                table_row(
                     _title(entry), entry.system, f"`{entry.setting}`", format_figure(entry.figures["ms"]),
-                    _figure(entry, "tokens"), _figure(entry, "allocated"), _figure(entry, "reserved"),
-                    _figure(entry, "predicted ms"), _figure(entry, "predicted GiB"), relative,
+                    figure(entry, "tokens"), figure(entry, "allocated"), figure(entry, "reserved"),
+                    figure(entry, "predicted ms"), figure(entry, "predicted GiB"), relative,
                     short_device(entry.device), entry.date, commands.cite(entry),
                 )
             )  # fmt: skip
@@ -603,14 +431,16 @@ def _line_at(line: Sequence[Entry], entry: Entry) -> float:
 def write_one_gpu(entries: Sequence[Entry]) -> str:
     """Return the newest rows of models within a budget of memory, and of all weights of a large model, on one GPU."""
     commands = Commands()
-    lines = _head("workload", "setting", "ms", "tokens/s", "allocated GiB", "reserved GiB", "GPU", "date", "command")
+    lines = table_head(
+        "workload", "setting", "ms", "tokens/s", "allocated GiB", "reserved GiB", "GPU", "date", "command"
+    )
     own = [e for e in entries if e.benchmark == "full_one_gpu"]
     own += [e for e in entries if e.benchmark == "offload small-cards" and e.label.startswith("ours auto=")]
     for entry in sorted(newest(own, lambda e: (e.workload, e.label, e.device)), key=lambda e: (e.workload, e.rate)):
         lines.append(
-            _line(
+            table_row(
                 entry.workload, entry.label.removeprefix("ours "), format_figure(entry.figures["ms"]),
-                _figure(entry, "tokens"), _figure(entry, "allocated"), _figure(entry, "reserved"),
+                figure(entry, "tokens"), figure(entry, "allocated"), figure(entry, "reserved"),
                 short_device(entry.device), entry.date, commands.cite(entry),
             )
         )  # fmt: skip
@@ -620,7 +450,7 @@ def write_one_gpu(entries: Sequence[Entry]) -> str:
 def write_first_steps(rows: Iterable[dict[str, str]]) -> str:
     """Return the times of starts in the newest run of each workload, ours beside Unsloth's, from all rows."""
     own = [row for row in rows if row["benchmark"] == "first_step"]
-    lines = _head(
+    lines = table_head(
         "workload", "caches", "imports", "model loaded", "first step", "steady", "Unsloth, first step", "steady",
         "ours / Unsloth, first step", "steady",
     )  # fmt: skip
@@ -638,7 +468,7 @@ def write_first_steps(rows: Iterable[dict[str, str]]) -> str:
             )
             seconds = [f"{value:.1f}" for value in (*ours, *unsloth[-2:])]
             ratios = [f"{one / other:.2f}" for one, other in zip(ours[-2:], unsloth[-2:])]
-            lines.append(_line(name, caches, *seconds, *ratios))
+            lines.append(table_row(name, caches, *seconds, *ratios))
     listed = [f"- {name}, {short_device(run[1])}, {run[0]}: `{run[2]}`" for name, run in runs.items()]
     return "\n".join([*lines, "", *listed])
 
@@ -646,7 +476,7 @@ def write_first_steps(rows: Iterable[dict[str, str]]) -> str:
 def write_gpus(entries: Sequence[Entry]) -> str:
     """Return the newest row of every workload and form of parallelism, on each kind of GPU."""
     commands = Commands()
-    lines = _head(
+    lines = table_head(
         "workload", "parallelism", "GPUs", "ms", "tokens/s", "times one GPU", "allocated GiB", "reserved GiB",
         "date", "command",
     )  # fmt: skip
@@ -660,129 +490,37 @@ def write_gpus(entries: Sequence[Entry]) -> str:
         name = "" if "full" in entry.label else entry.workload.replace("+resident", "")
         one = ones.get((name, _card(entry)))
         lines.append(
-            _line(
+            table_row(
                 entry.workload, entry.label.removeprefix("ours "), short_device(entry.device),
-                format_figure(entry.figures["ms"]), _figure(entry, "tokens"),
+                format_figure(entry.figures["ms"]), figure(entry, "tokens"),
                 "" if one in (None, entry) else f"{entry.rate / one.rate:.2f}",
-                _figure(entry, "allocated"), _figure(entry, "reserved"),
+                figure(entry, "allocated"), figure(entry, "reserved"),
                 entry.date, commands.cite(entry),
             )
         )  # fmt: skip
     return "\n".join([*lines, "", commands.render()])
 
 
-def find_named_run(entries: Sequence[Entry], name: str) -> list[Entry]:
-    """Return the entries of a run that the README cites, of its workload.
-
-    Raises:
-        LookupError: No run has all of its labels.
-    """
-    wanted = NAMED_RUNS[name]
-    runs: dict[tuple[str, str, str], list[Entry]] = {}
-    for entry in entries:
-        if _name(entry) == wanted.workload:
-            runs.setdefault(entry.run, []).append(entry)
-    for run in sorted(runs.values(), key=lambda found: max(e.order for e in found), reverse=True):
-        if {*wanted.labels} <= {label for entry in run for label in (entry.label, _short_label(entry))}:
-            return run
-    raise LookupError(f"no run of {wanted.workload} has {', '.join(wanted.labels)}")
-
-
-def _short_label(entry: Entry) -> str:
-    return entry.label.partition(", adamw")[0]
-
-
 def write_named_runs(entries: Sequence[Entry]) -> str:
     """Return the list of the runs that the README cites."""
     logs = find_logs()
-    lines = _head("run", "date", "device", "steps", "command")
+    lines = table_head("run", "date", "device", "steps", "command")
     for name in NAMED_RUNS:
         entry, *rest = find_named_run(entries, name)
         steps = sorted({int(e.num_steps) for e in (entry, *rest)})
         log = f"; {_log_link(logs[entry.run])}" if entry.run in logs else ""
         shown = " to ".join(map(str, dict.fromkeys((steps[0], steps[-1]))))
-        lines.append(_line(name, entry.date, entry.device, shown, f"`{entry.command}`{log}"))
+        lines.append(table_row(name, entry.date, entry.device, shown, f"`{entry.command}`{log}"))
     return "\n".join(lines)
-
-
-def find_figures(entries: Sequence[Entry]) -> dict[str, str]:
-    """Return the figures that prose names, each pair compared in one run."""
-    cells = {
-        "eager": ("0.6b-launches", "ours recompute+fused"),
-        "unsloth_small": ("0.6b-launches", "unsloth unsloth"),
-        "offload": ("0.6b-launches", "ours offload:24+fused"),
-        "graph": ("0.6b", "ours keep+graphs"),
-        "keep": ("14b", "ours keep+fused"),
-        "budget": ("14b", f"ours {_BUDGET}"),
-        "unsloth": ("14b", "unsloth unsloth"),
-        "full": ("8b-full", "ours keep+fused"),
-        "unsloth_full": ("8b-full", "unsloth off"),
-        "full_8_bit": ("8b-full-8-bit", "ours keep+fused"),
-        "unsloth_full_8_bit": ("8b-full-8-bit", "unsloth off"),
-        "bitsandbytes_full": ("8b-full-bitsandbytes", "ours keep+fused"),
-        "unsloth_bitsandbytes_full": ("8b-full-bitsandbytes", "unsloth off"),
-    }
-    found = {}
-    for name, (run, label) in cells.items():
-        entry = fastest([e for e in find_named_run(entries, run) if _short_label(e) == label])
-        found[f"{name}_ms"], found[f"{name}_gib"] = _figure(entry, "ms"), _figure(entry, "allocated")
-    return found
 
 
 def write_aims(entries: Sequence[Entry]) -> str:
     """Return the aims that were missed, with the figures of their runs."""
-    lines = _head("one GPU", "aim", "measured", "why", "run")
+    lines = table_head("one GPU", "aim", "measured", "why", "run")
     for title, aim, run, label, measure, reason in AIMS:
-        entry = next(e for e in find_named_run(entries, run) if label in ("", _short_label(e)))
-        lines.append(_line(title, aim, _figure(entry, measure), reason, run))
+        entry = next(e for e in find_named_run(entries, run) if label in ("", short_label(e)))
+        lines.append(table_row(title, aim, figure(entry, measure), reason, run))
     return "\n".join(lines)
-
-
-def fastest(entries: Iterable[Entry]) -> Entry:
-    """Return the entry with the most tokens, or examples, per second."""
-    return max(entries, key=lambda entry: entry.rate)
-
-
-def write_readme_headlines(path: Path = RESULTS) -> str:
-    """Return the headlines of README.md: every line is of one run."""
-    entries = read_entries(path)
-    lines = _head(
-        "one GPU", "ours", "Unsloth, default", "Unsloth, fastest", "equal moments", "best", "run"
-    )  # fmt: skip
-    for title, name, setting in README_LINES:
-        run = [e for e in find_named_run(entries, name) if CONTROL not in e.label]
-        ours = [e for e in run if _short_label(e) == f"ours {setting}"]
-        others = [e for e in run if e.system == "unsloth"]
-        default = [e for e in others if e.setting == "unsloth"]
-        if setting == _BUDGET:
-            # Only the default needs as little memory.
-            others = default
-        pairs = [_best_pair([*ours, *others], "unsloth", bits) for bits in ("8-bit", "32-bit", None)]
-        ratios = [f"{pair[0].rate / pair[1].rate:.2f}" if pair else "" for pair in pairs]
-        equal = ", ".join(f"{ratio} ({bits})" for ratio, bits in zip(ratios, ("8-bit", "32-bit")) if ratio)
-        cells = [_cell(found) for found in (ours, default, others)]
-        lines.append(_line(title, *cells, equal, ratios[-1], cite_run(name)))
-    cite = {name: cite_run(name) for name in NAMED_RUNS}
-    return README_TEMPLATE.format(table="\n".join(lines), cite=cite, **find_figures(entries))
-
-
-def _cell(entries: Sequence[Entry]) -> str:
-    """Return time, memory and width of moments of the fastest entry."""
-    if not entries:
-        return ""
-    entry = fastest(entries)
-    width = f" ({BITS[entry.optimizer]})" if entry.optimizer in BITS else ""
-    return f"{_figure(entry, 'ms')} ms, {_figure(entry, 'allocated')} GiB{width}"
-
-
-def cite_run(name: str) -> str:
-    """Return a link to the list of runs.
-
-    Example:
-        >>> cite_run("14b")
-        '[run 14b](docs/numbers.md#runs-of-the-readme)'
-    """
-    return f"[run {name}](docs/numbers.md#runs-of-the-readme)"
 
 
 def write_numbers(path: Path = RESULTS) -> str:
@@ -813,36 +551,8 @@ def write_numbers(path: Path = RESULTS) -> str:
 
 def write_not_installable() -> str:
     """Return the systems that pip does not install here, with the reason."""
-    lines = _head("system", "version looked at", "requires, or error")
-    return "\n".join([*lines, *(_line(f"`{name}`", found.version, found.why) for name, found in CONFLICTS.items())])
-
-
-def short_device(name: str) -> str:
-    """Return the short name of a device.
-
-    Example:
-        >>> short_device("2 x NVIDIA H100 80GB HBM3")
-        '2 x H100'
-    """
-    return name.replace("NVIDIA ", "").removeprefix("1 x ").removesuffix(" 80GB HBM3")
-
-
-def format_figure(value: float) -> str:
-    """Return a figure with its significant digits.
-
-    Example:
-        >>> format_figure(2293.28), format_figure(14.94), format_figure(0.48822), format_figure(0.0)
-        ('2,293', '14.9', '0.488', '0')
-    """
-    if value == int(value):
-        return f"{value:,.0f}"
-    return f"{value:,.0f}" if value >= 200 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
-
-
-def _name(entry: Entry) -> str:
-    """Return the workload of the ruler; rows with fewer labels have none."""
-    name, _, rest = entry.workload.partition(",")
-    return name if "labels" not in rest or "labels 100%" in rest else ""
+    lines = table_head("system", "version looked at", "requires, or error")
+    return "\n".join([*lines, *(table_row(f"`{name}`", found.version, found.why) for name, found in CONFLICTS.items())])
 
 
 def _title(entry: Entry) -> str:
@@ -856,15 +566,3 @@ def _of(run: Iterable[Entry], systems: Sequence[str]) -> bool:
 def _card(entry: Entry) -> str:
     """Return the kind of GPU, without their number."""
     return short_device(entry.device).rpartition(" x ")[2]
-
-
-def _figure(entry: Entry, measure: str) -> str:
-    return format_figure(entry.figures[measure]) if measure in entry.figures else ""
-
-
-def _head(*columns: str) -> list[str]:
-    return [_line(*columns), "|---" * len(columns) + "|"]
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -31,7 +31,7 @@ CURVES = {
     "trl": ("#2e7d46", "#6cc784"),
     "plain": ("#6b7280", "#a3acb8"),
 }
-# The workloads of the chart; all bars of one are of one run (NAMED_RUNS of docs/numbers_page.py).
+# The workloads of the chart; all bars of one are of one run (NAMED_RUNS of docs/named_runs.py).
 CHART = (
     ("14b", "Qwen3-14B QLoRA"),
     ("0.6b", "Qwen3-0.6B LoRA"),
@@ -204,7 +204,8 @@ def draw_graphs() -> Drawing:
 
 def draw_chart() -> Drawing:
     """Draw the milliseconds per step of the README's workloads, without a base in fp8."""
-    from docs.numbers_page import fastest, find_named_run, read_entries, short_device
+    from docs.entries import fastest, read_entries, short_device
+    from docs.named_runs import find_named_run
 
     entries = read_entries(RESULTS)
     groups = []

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.results import append_rows
 from benchmarks.ruler.logs import LOGS, read_logs, write_log
-from docs import numbers_page
+from docs import named_runs, numbers_page
+from docs.entries import read_entries
 from tests.support.comparison import records_of_a_run
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def runs():
 
 
 def test_every_figure_of_the_readme_is_of_the_run_that_it_cites(readme, runs):
-    assert set(runs) == set(numbers_page.NAMED_RUNS)
+    assert set(runs) == set(named_runs.NAMED_RUNS)
     assert len(FIGURE.findall(readme)) > 40
     assert find_unproved(readme, runs) == []
 
@@ -91,15 +92,15 @@ def test_a_figure_of_no_run_is_seen(sound, planted, unproved, readme, runs):
 
 def test_the_headlines_of_the_readme_are_those_of_results(readme):
     part = readme.partition("<!-- headlines -->\n")[2].partition("<!-- end of headlines -->")[0]
-    assert part == numbers_page.write_readme_headlines(), "results.csv has changed: python docs/generate.py"
+    assert part == named_runs.write_readme_headlines(), "results.csv has changed: python docs/generate.py"
 
 
 def test_a_run_without_one_of_its_labels_is_not_named(monkeypatch):
-    entries = numbers_page.read_entries()
-    small = numbers_page.NamedRun("qwen3-0.6b-lora", ("ours keep+graphs", "unsloth no-such-mode"))
-    monkeypatch.setitem(numbers_page.NAMED_RUNS, "0.6b", small)
+    entries = read_entries()
+    small = named_runs.NamedRun("qwen3-0.6b-lora", ("ours keep+graphs", "unsloth no-such-mode"))
+    monkeypatch.setitem(named_runs.NAMED_RUNS, "0.6b", small)
     with pytest.raises(LookupError, match="no-such-mode"):
-        numbers_page.find_named_run(entries, "0.6b")
+        named_runs.find_named_run(entries, "0.6b")
 
 
 # Logs
@@ -142,11 +143,11 @@ def logged(tmp_path, monkeypatch):
 
 def test_the_page_names_the_log_behind_a_row(logged):
     path, log = logged
-    entries = numbers_page.read_entries(path)
+    entries = read_entries(path)
     assert f"1. `x y`; [{log.path.name}](../benchmarks/logs/{log.path.name})" in numbers_page.write_headlines(entries)
     # A row of another day is of another run.
     path.write_text(path.read_text().replace(log.about["date"], "2026-01-01"))
-    assert ".jsonl.gz" not in numbers_page.write_headlines(numbers_page.read_entries(path))
+    assert ".jsonl.gz" not in numbers_page.write_headlines(read_entries(path))
 
 
 def test_a_row_that_is_not_its_logs_is_seen(logged):
@@ -160,7 +161,7 @@ def test_short_rows_and_the_extrapolated_column_are_named(logged):
     path, _ = logged
     page = " ".join(numbers_page.write_numbers().split())
     assert "rows with fewer than 200 are short" in page
-    head, _, ours, *_ = numbers_page.write_headlines(numbers_page.read_entries(path)).splitlines()
+    head, _, ours, *_ = numbers_page.write_headlines(read_entries(path)).splitlines()
     cells = dict(zip(head.split(" | "), ours.split(" | ")))
     # 30 steps were timed; of 200, 21 were measured from the first batch on.
     assert (cells["steps"], cells["200 steps, s (partly extrapolated)"]) == ("30", "26.9")
