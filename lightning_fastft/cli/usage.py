@@ -168,7 +168,7 @@ Show the files and the model card of a repository on huggingface.co; upload them
 
   --yes                     upload
   --dry-run                 only show, as without --yes
-  --private                 make the repository private, if it is new
+  --private                 make a new repository private; refuse a public one
   --merge                   merge the adapters into the weights of the whole model
 {_OPTIONS_OF_MODELS.format(device="cpu")}""",
     "convert": """\
