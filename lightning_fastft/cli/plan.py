@@ -232,8 +232,8 @@ def _follow_config(options: _Options, trainer: Trainer) -> _Options:
     gpu = options.gpu
     if options.vram_bytes is not None and options.vram_bytes > gpu.memory_bytes:
         raise OptionError(
-            f"The budget is {options.vram_bytes / _GIB:.1f} GiB, and {gpu.name} has {gpu.memory_bytes / _GIB:.0f}. Give "
-            "a smaller --vram-gib, or another --gpu."
+            f"The budget is {options.vram_bytes / _GIB:.1f} GiB, and {gpu.name} has {gpu.memory_bytes / _GIB:.0f}. "
+            "Give a smaller --vram-gib, or another --gpu."
         )
     return options
 
