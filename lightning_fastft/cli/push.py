@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_fastft.cli.arguments import Arguments
-from lightning_fastft.cli.trained.opening import add_options, check_source, read_request
+from lightning_fastft.cli.trained.opening import add_options, check_source, read_request, read_task
 from lightning_fastft.core.errors import FastFTError, OptionError
 
 if TYPE_CHECKING:
@@ -184,6 +184,8 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     if source.is_dir() and not any(has.values()):
         raise OptionError(f"{source} has no adapter_config.json and no config.json: it is no model's folder.")
     # A run of fastft_fsdp writes a checkpoint as a folder with meta.pt.
+    if source.is_dir():
+        read_task(source)
     given.is_as_it_is = source.is_dir() and not has["meta.pt"] and not given.merge
     if given.is_as_it_is and (idle := [f"--{name.replace('_', '-')}" for name in _BUILDING if getattr(given, name)]):
         advice = " To build another model from the adapters, add --merge." if has["adapter_config.json"] else ""

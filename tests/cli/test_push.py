@@ -143,3 +143,14 @@ def test_nothing_is_uploaded_in_a_dry_run(adapters, hub, capsys):
     assert main(["push", str(adapters), "me/mine", "--dry-run", "--yes"]) == 0
     assert "Remove --dry-run to upload" in capsys.readouterr().out
     assert hub.mock_calls == []
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+@pytest.mark.parametrize("command", [["push"], ["chat"]])
+def test_a_damaged_configuration_is_named(command, content, adapters, answer):
+    (adapters / "README.md").write_text("# Mine")
+    (adapters / ADAPTERS[0]).write_text(content)
+    status, text = answer([*command, str(adapters), *(["me/mine"] if command == ["push"] else [])])
+    assert status == 1
+    assert f"{ADAPTERS[0]} " in text
+    assert "JSON" in text
