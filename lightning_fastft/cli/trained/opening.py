@@ -145,7 +145,7 @@ def read_task(folder: Path) -> str:
     """
     adapters, whole = folder / "adapter_config.json", folder / "config.json"
     if adapters.is_file():
-        task_type = read_json_object(adapters).get("task_type")
+        task_type = str(read_json_object(adapters).get("task_type"))
         return _CLASSIFIERS.get(task_type, "CausalLM")
     config = read_json_object(whole) if whole.is_file() else {}
     names = config.get("architectures") or ()
