@@ -7,6 +7,7 @@ import ast
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_fastft.cli.other_names import advise_value, find_option, hint_argument, is_unnamed
@@ -130,6 +131,11 @@ def take_columns(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             raise OptionError(f"{name} needs a name, for example {COLUMNS_OPTION}prompt question.")
         columns[name.removeprefix(COLUMNS_OPTION)] = value
     return columns, rest
+
+
+def read_path(text: str) -> Path:
+    """Return a path; ``~`` is the home folder also where no shell has expanded it, as in ``--out=~/a``."""
+    return Path(text).expanduser()
 
 
 def add_data_options(arguments: Arguments, *, names: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ def run_bench(words: Sequence[str]) -> int:
     """
     workload, rest = take_option(words, "--workload", default="")
     out, rest = take_option(rest, "--out", default="")
-    folder, results = find_repository(), Path(out or _RESULTS)
+    folder, results = find_repository(), Path(out or _RESULTS).expanduser()
     if obstacle := find_write_obstacle(results):
         raise OptionError(f"The comparison cannot write to {results}: {obstacle}. Give another folder: --out FOLDER.")
     # Imported on use: the help and a missing repository need no torch.
@@ -56,7 +56,7 @@ def run_bench(words: Sequence[str]) -> int:
     sys.stdout.flush()
     command = [sys.executable, "-m", "benchmarks.compare", "--workload", chosen, "--device", device]
     if out:
-        command += ["--out", out]
+        command += ["--out", str(results)]
     # Found by PYTHONPATH, so that files are written to the current folder; child processes inherit it.
     places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}

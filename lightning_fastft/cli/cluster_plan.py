@@ -65,6 +65,7 @@ def plan_layouts(
     host_bytes: int,
     vram_bytes: int | None,
     step_ms: float | None,
+    policy: str = "auto",
 ) -> list[LayoutPlan]:
     """Return the prediction of every layout that a cluster allows.
 
@@ -85,7 +86,9 @@ def plan_layouts(
         cost = model_costs(model, num_tokens=rank_tokens, machine=cluster.gpu, **own)
         return cost, measure_model(model, cost, is_fp8=is_fp8)
 
-    make_plan = functools.partial(_make_plan, cluster=cluster, host_bytes=host_bytes, vram_bytes=vram_bytes)
+    make_plan = functools.partial(
+        _make_plan, cluster=cluster, host_bytes=host_bytes, vram_bytes=vram_bytes, policy=policy
+    )
     whole, one = measure(num_tokens, is_fp8=swaps.is_fp8)
     factor = 1.0 if step_ms is None else step_ms / _predict_step_ms(make_plan(whole))
     found = []
@@ -158,9 +161,11 @@ def _reason(plan: LayoutPlan, best: LayoutPlan) -> str:
     return f"fastest; {bound}" if plan is best else bound
 
 
-def _make_plan(cost: StepCost, *, cluster: Cluster, host_bytes: int, vram_bytes: int | None) -> Plan | None:
+def _make_plan(
+    cost: StepCost, *, cluster: Cluster, host_bytes: int, vram_bytes: int | None, policy: str
+) -> Plan | None:
     """Return the plan of a GPU, or None if nothing fits."""
     try:
-        return plan_on(cluster.gpu, cost, vram_budget_bytes=vram_bytes, host_budget_bytes=host_bytes)
+        return plan_on(cluster.gpu, cost, vram_budget_bytes=vram_bytes, host_budget_bytes=host_bytes, policy=policy)
     except OptionError:
         return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from typing import TextIO
 
 from lightning_fastft.cli.answers import explain_full_disk, explain_missing_files
 from lightning_fastft.cli.mistakes import check_words
@@ -34,16 +36,24 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: Words of the command line without the name of the program; None for those of this process.
     """
-    words = list(sys.argv[1:] if args is None else args)
-    text = _answer_at_once(words)
-    if text:
-        sys.stdout.write(text)
-        return 0
     try:
-        if words[0] in _CONFIGURED:
-            check_words(words[0], words[1:])
-        with without_noise(), shown_phases():
-            return _run(words[0], words[1:])
+        return _answer(list(sys.argv[1:] if args is None else args))
+    except BrokenPipeError:
+        if not _is_closed(sys.stdout):
+            raise
+        # The reader had enough, as head has. What is left goes nowhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _answer(words: list[str]) -> int:
+    """Run the command; return the exit status, also for errors."""
+    try:
+        status = _run_shown(words)
+        # A full disk or a closed pipe is met here, not when Python ends. A process may have no output at all.
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except FastFTError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1
@@ -61,6 +71,23 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(printable(answer, keeps_lines=True))
         return 1
+
+
+def _run_shown(words: list[str]) -> int:
+    if text := _answer_at_once(words):
+        sys.stdout.write(text)
+        return 0
+    if words[0] in _CONFIGURED:
+        check_words(words[0], words[1:])
+    with without_noise(), shown_phases():
+        return _run(words[0], words[1:])
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe whose reader has ended."""
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _answer_at_once(words: list[str]) -> str:

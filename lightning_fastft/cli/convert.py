@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lightning_fastft.cli.arguments import Arguments
+from lightning_fastft.cli.arguments import Arguments, read_path
 
 _MIB = 2**20
 
@@ -21,12 +20,12 @@ def run_convert(words: Sequence[str]) -> int:
         FastFTError: As ``convert_litgpt``.
     """
     arguments = Arguments("convert")
-    arguments.add_argument("source", metavar="FOLDER")
-    arguments.add_argument("out", metavar="OUT")
+    arguments.add_argument("source", metavar="FOLDER", type=read_path)
+    arguments.add_argument("out", metavar="OUT", type=read_path)
     given = arguments.read(words)
     from lightning_fastft.hf.loading.litgpt import convert_litgpt
 
-    model, num_tensors, num_bytes, has_tokenizer = convert_litgpt(Path(given.source), Path(given.out))
+    model, num_tensors, num_bytes, has_tokenizer = convert_litgpt(given.source, given.out)
     tokenizer = "the tokenizer is included" if has_tokenizer else "without a tokenizer: the folder has none"
     sys.stdout.write(
         f"Wrote {model} to {given.out}: {num_tensors} tensors, {num_bytes / _MIB:,.1f} MiB.\n"

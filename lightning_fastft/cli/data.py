@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ def run_data(words: Sequence[str]) -> int:
         words: Arguments of ``fastft fit``, and ``--out FOLDER`` for the files (default: ``runs/data``).
     """
     out, words = take_option(words, "--out", default=DEFAULT_FOLDER)
+    out = os.path.expanduser(out)
     page = Path(out) / PAGE
     check_replaceable("The page of fastft data (--out)", page, is_ours=lambda head: f"<title>{TITLE}".encode() in head)
     cli = FastFTCLI(words, run=False)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # An answer may be longer than the right one by this many tokens, to be seen as wrong.
 _MORE_TOKENS = 16
+# Length of a pack, and rows that are answered at once.
+_MAX_TOKENS, _BATCH_SIZE = 8192, 16
 # Options of PackedDataModule that eval takes.
 _READING = ("too_long", "max_reject_share", "extra_columns", "chat_template", "chat_template_kwargs", "cache_dir")
 
@@ -168,10 +170,10 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")
     add_options(arguments)
     arguments.add_argument("--data", default="")
-    arguments.add_argument("--max-tokens", type=int, default=8192)
+    arguments.add_argument("--max-tokens", type=int)
     add_data_options(arguments, names=_READING)
     arguments.add_argument("--exact-match", action="store_true")
-    arguments.add_argument("--batch-size", type=int, default=16)
+    arguments.add_argument("--batch-size", type=int)
     arguments.add_argument("--limit", type=int)
     arguments.add_argument("--tasks", default="")
     arguments.add_argument("--json", action="store_true")
@@ -182,8 +184,9 @@ def _parse_args(words: Sequence[str]) -> Namespace:
         raise OptionError("fastft eval needs --data FILE or --tasks NAMES of lm-eval.")
     if given.exact_match and not given.data:
         raise OptionError("--exact-match needs --data FILE.")
-    check_int("--max-tokens", given.max_tokens, low=2)
-    check_int("--batch-size", given.batch_size, low=1)
+    _check_idle(given)
+    given.max_tokens = check_int("--max-tokens", _MAX_TOKENS if given.max_tokens is None else given.max_tokens, low=2)
+    given.batch_size = check_int("--batch-size", _BATCH_SIZE if given.batch_size is None else given.batch_size, low=1)
     if given.limit is not None:
         check_int("--limit", given.limit, low=1)
     if given.tasks and find_spec("lm_eval") is None:
@@ -192,3 +195,16 @@ def _parse_args(words: Sequence[str]) -> Namespace:
         check_exists(given.data)
     given.request = read_request(given)
     return given
+
+
+def _check_idle(given: Namespace) -> None:
+    """Raise if an option of generation or of data is given to an evaluation without it."""
+    names = ("limit", "batch_size") if not (given.exact_match or given.tasks) else ()
+    idle = [name for name in names if getattr(given, name) is not None]
+    needed = "--exact-match or --tasks: the loss is that of all rows"
+    if not given.data:
+        idle = [*given.reading, *(["max_tokens"] if given.max_tokens is not None else [])]
+        needed = "--data FILE"
+    if idle:
+        options = ", ".join("--data.columns" if name == "columns" else f"--{name.replace('_', '-')}" for name in idle)
+        raise OptionError(f"{options} would have no effect without {needed}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from argparse import Namespace
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_fastft.cli.arguments import Arguments
+from lightning_fastft.cli.arguments import Arguments, read_path
 from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.errors import OptionError
 
@@ -121,13 +122,13 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     """Parse and check the command line."""
     arguments = Arguments("export")
     arguments.add_argument("source", metavar="CHECKPOINT|FOLDER")
-    arguments.add_argument("out", metavar="OUT", type=Path)
+    arguments.add_argument("out", metavar="OUT", type=read_path)
     add_options(arguments)
     arguments.add_argument("--merge", action="store_true")
     arguments.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
     arguments.add_argument("--for", dest="server", choices=("vllm",))
     arguments.add_argument("--gguf", choices=GGUF_TYPES, default="")
-    arguments.add_argument("--llama-cpp", default="")
+    arguments.add_argument("--llama-cpp", default="", type=os.path.expanduser)
     arguments.add_argument("--ollama", action="store_true")
     given = arguments.read(words)
     given.gguf = given.gguf or (GGUF_TYPES[0] if given.ollama else "")

@@ -14,6 +14,7 @@ from lightning_fastft.cli.arguments import (
     add_data_options,
     name_data_options,
     read_data_options,
+    read_path,
     take_columns,
 )
 from lightning_fastft.core.errors import DataError, OptionError, UnsupportedModelError
@@ -86,7 +87,7 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     arguments.add_argument("--data", required=True)
     arguments.add_argument("--gpu", default="")
     arguments.add_argument("--method", choices=("auto", "qlora", "lora", "full"), default="auto")
-    arguments.add_argument("--out", type=Path, default="config.yaml")
+    arguments.add_argument("--out", type=read_path, default="config.yaml")
     arguments.add_argument("--overwrite", action="store_true")
     add_data_options(arguments, names=_READING)
     given = arguments.read(words)

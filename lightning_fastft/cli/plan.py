@@ -26,6 +26,7 @@ from lightning_fastft.estimate.optimizer_cost import is_metered
 from lightning_fastft.planner.picture import render_plan
 from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
 from lightning_fastft.planner.step import Plan, Prediction, gib
+from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.optimization.choice import call_factory
@@ -46,15 +47,24 @@ _GIB = 2**30
 
 
 class _Options(NamedTuple):
-    """The options of ``fastft plan``; cluster is None without ``--gpus``."""
+    """The options of ``fastft plan``; cluster is None without ``--gpus``, and budgets are None unless given.
+
+    planning holds what ``OffloadCheckpointing`` of the config gives to ``plan_on``.
+    """
 
     gpu: Gpu
     is_here: bool
     vram_bytes: int | None
-    host_bytes: int
+    given_host_bytes: int | None
     document_tokens: int
     cluster: Cluster | None
     step_ms: float | None
+    planning: Mapping[str, Any] = {}
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory of the run."""
+        return int(DEFAULT_HOST_GIB * _GIB) if self.given_host_bytes is None else self.given_host_bytes
 
 
 def run_plan(words: Sequence[str]) -> int:
@@ -62,14 +72,15 @@ def run_plan(words: Sequence[str]) -> int:
 
     Args:
         words: Arguments of ``fastft fit``, and ``--gpu NAME`` (default: the local GPU), ``--vram-gib N`` (the
-            ``vram_budget`` of the run; default: model, optimizer and 90 % of the rest), ``--host-gib N`` (64) and
-            ``--document-tokens N`` (average length of the document of a token; 1,024). With ``--gpus N`` a table of
+            ``vram_budget`` of the run; default: the config's, else model, optimizer and 90 % of the rest), ``--host-gib
+            N`` (default: ``host_budget`` of the config, else 64) and ``--document-tokens N`` (average length of the
+            document of a token; 1,024). With ``--gpus N`` a table of
             strategies on a cluster instead: ``--nodes`` (1), ``--node-link`` and ``--network`` (``make_cluster``), and
             ``--step-ms``, the measured time of a pack on one GPU.
 
     Raises:
-        OptionError: There is no local GPU and none is named, the model of the config is not a tuner of this package, or
-            a second model is held beside it.
+        OptionError: There is no local GPU and none is named, the GPU is too small, the model of the config is not a
+            tuner of this package, or a second model is held beside it.
     """
     options, words = _read_options(words)
     cli = FastFTCLI(words, run=False)
@@ -86,9 +97,15 @@ def run_plan(words: Sequence[str]) -> int:
             "reference. The plan of a run is made from its first training steps and logged."
         )
     options = options._replace(document_tokens=min(options.document_tokens, data.max_tokens))
+    options = _follow_config(options, cli.trainer)
     render = _render_gpu if options.cluster is None else _render_cluster
     run = _describe_run(model, num_tokens=data.max_tokens, document_tokens=options.document_tokens)
-    text = render(options, model, cli.trainer, max_tokens=data.max_tokens)
+    try:
+        text = render(options, model, cli.trainer, max_tokens=data.max_tokens)
+    except OptionError as error:
+        if options.cluster is None and (note := _describe_shards(cli.trainer)):
+            raise OptionError(f"{error} {note[0].upper()}{note[1:]}.") from error
+        raise
     sys.stdout.write(f"{run}\n{text}\n")
     return 0
 
@@ -106,6 +123,7 @@ def _render_cluster(options: _Options, model: Tuner, trainer: Trainer, *, max_to
         host_bytes=options.host_bytes,
         vram_bytes=options.vram_bytes,
         step_ms=options.step_ms,
+        policy=options.planning.get("policy", "auto"),
     )
     return render_layouts(options.cluster, plans)
 
@@ -131,7 +149,9 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
         except FastFTError:
             # Tiles are not enough, or no layer has a block that could run in them.
             raise error from None
-    vram_bytes = options.vram_bytes or default_vram_bytes(gpu, cost)
+    policy = options.planning.get("policy", "auto")
+    is_chosen = policy == "auto"
+    vram_bytes = options.vram_bytes or (default_vram_bytes(gpu, cost) if is_chosen else gpu.memory_bytes)
     describe = functools.partial(_describe_end, num_tokens=num_tokens, vram_bytes=vram_bytes)
     ends = {
         f"{kind} all": predict(cost, uniform_plan(len(cost.segments), kind), machine=gpu.machine)
@@ -140,6 +160,8 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
     lines = [
         *([f"feed-forward blocks: {num_tiles} tiles"] if num_tiles > 1 else []),
         *([f"mesh: {num_parts} devices share each pack, {num_tokens:,} tokens each"] if num_parts > 1 else []),
+        *filter(None, [_describe_shards(trainer)]),
+        *([] if is_chosen else [f"activations: {policy}, as the config says"]),
         *(["reference: one more forward, with the adapters off, counts as head"] if metered.has_reference_pass else []),
         f"{gpu.name}: {_describe_origin(options)}",
         f"budgets: {vram_bytes / _GIB:.1f} GiB of device memory for everything (--vram-gib), "
@@ -170,6 +192,7 @@ def _plan_in_tiles(
         gpu=options.gpu,
         vram_budget_bytes=options.vram_bytes,
         host_budget_bytes=options.host_bytes - moments_bytes,
+        **options.planning,
     )
     return metered, cost, plan
 
@@ -185,13 +208,34 @@ def _read_options(words: Sequence[str]) -> tuple[_Options, list[str]]:
         gpu=gpu,
         is_here=not name,
         vram_bytes=_read_gib("--vram-gib", vram) if vram else None,
-        host_bytes=_read_gib("--host-gib", found["--host-gib"] or str(DEFAULT_HOST_GIB)),
+        given_host_bytes=_read_gib("--host-gib", found["--host-gib"]) if found["--host-gib"] else None,
         document_tokens=_read_int("--document-tokens", found["--document-tokens"] or str(DEFAULT_DOCUMENT_TOKENS)),
         cluster=_read_cluster(gpu, found),
         step_ms=check_float("--step-ms", _read_float("--step-ms", step), low=1e-3) if step else None,
     )
     # The strategy of the config is for the cluster, and this process opens none.
     return options, rest if options.cluster is None else [*rest, "--trainer.devices=1", "--trainer.num_nodes=1"]
+
+
+def _follow_config(options: _Options, trainer: Trainer) -> _Options:
+    """Return the options with those of the config's ``OffloadCheckpointing``; given budgets come first."""
+    checkpointing = getattr(trainer.strategy, "checkpointing", None)
+    if checkpointing is not None:
+        policy, vram_bytes, host_bytes, buffers, weights, *_ = checkpointing.options
+        if policy != "auto" and options.vram_bytes is not None:
+            raise OptionError(f"--vram-gib has no effect on policy {policy!r} of the config. Remove one of them.")
+        options = options._replace(
+            vram_bytes=vram_bytes if options.vram_bytes is None else options.vram_bytes,
+            given_host_bytes=host_bytes if options.given_host_bytes is None else options.given_host_bytes,
+            planning={"policy": policy, "buffers": buffers, "weights": weights},
+        )
+    gpu = options.gpu
+    if options.vram_bytes is not None and options.vram_bytes > gpu.memory_bytes:
+        raise OptionError(
+            f"The budget is {options.vram_bytes / _GIB:.1f} GiB, and {gpu.name} has {gpu.memory_bytes / _GIB:.0f}. "
+            "Give a smaller --vram-gib, or another --gpu."
+        )
+    return options
 
 
 def _read_cluster(gpu: Gpu, found: Mapping[str, str]) -> Cluster | None:
@@ -296,6 +340,13 @@ def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str
     if not is_metered(optimizer):
         return f"{run}\noptimizer: a step of {name} cannot be simulated here; memory and time are those of AdamW"
     return run
+
+
+def _describe_shards(trainer: Trainer) -> str:
+    """Return a line on shards, which the plan of one GPU does not have; "" for a strategy without them."""
+    if not isinstance(trainer.strategy, FastFTFSDPStrategy) or trainer.world_size == 1:
+        return ""
+    return f"shards of fastft_fsdp are not counted, this is a whole model: --gpus {trainer.world_size} counts them"
 
 
 def _describe_origin(options: _Options) -> str:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_fastft.cli.arguments import Arguments
-from lightning_fastft.cli.trained.opening import add_options, check_source, read_request
+from lightning_fastft.cli.trained.opening import add_options, check_source, read_request, read_task
 from lightning_fastft.core.errors import FastFTError, OptionError
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
 
 CARD = "README.md"
 _KIB = 1024
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+# Files of a repository from which other libraries choose the model that they load.
+_MODEL_FILE = re.compile(r"adapter_config\.json|[^/]+\.safetensors(\.index\.json)?")
+# Options that say how a model is built; a folder that is uploaded as it is has no use for them.
+_BUILDING = ("base", "tokenizer", "device", "accept_other_base")
 
 
 def run_push(words: Sequence[str]) -> int:
@@ -25,12 +36,12 @@ def run_push(words: Sequence[str]) -> int:
             ``--base``, ``--tokenizer``, ``--device`` and ``--accept-other-base`` as for export.
 
     Raises:
-        OptionError: A value is not allowed, or nobody is logged in.
-        FastFTError: The hub refused.
+        OptionError: A value is not allowed, nobody is logged in, or the repository is public or holds another model.
+        FastFTError: The upload failed.
     """
     args = _parse_args(words)
     source = args.request.source
-    if source.is_dir() and not args.request.is_merged:
+    if args.is_as_it_is:
         return _push(source, _read_card(args), args=args)
     from lightning_fastft.cli.trained.writing import write_trained
 
@@ -46,7 +57,10 @@ def _read_card(args: Namespace) -> str:
 
     source = args.request.source
     card = source / CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    try:
+        text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{card} is not UTF-8 text: {error}. Convert it, or delete it to get a new one.") from error
     return text if keeps_card(text) else render_card(read_facts(source), title=args.title)
 
 
@@ -61,37 +75,70 @@ def _push(folder: Path, card: str, *, args: Namespace) -> int:
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
     names = {str(file.relative_to(folder)): file for file in files if file != folder / CARD}
+    _check_weights(folder, names)
     sizes = {CARD: len(shown.encode()), **{name: file.stat().st_size for name, file in names.items()}}
     lines = [f"{args.repository}: {len(sizes)} files, {_size(sum(sizes.values()))}"]
     lines += [f"  {_size(size):>12}  {name}" for name, size in sizes.items()]
     sys.stdout.write("\n".join([*lines, "", shown]) + "\n")
     if args.dry_run or not args.yes:
-        sys.stdout.write("Nothing was uploaded. Add --yes to upload.\n")
+        sys.stdout.write(f"Nothing was uploaded. {'Remove --dry-run' if args.yes else 'Add --yes'} to upload.\n")
         return 0
     sys.stdout.write(f"Uploaded: {_upload(args, card=card, names=names)}\n")
     return 0
 
 
+def _check_weights(folder: Path, names: Collection[str]) -> None:
+    """Raise if a folder has no weights, or not all that its index lists."""
+    if not any(name.endswith(_WEIGHTS) for name in names):
+        raise OptionError(f"{folder} has no weights ({', '.join(_WEIGHTS)}). Copy them there.")
+    for index in folder.glob("*.safetensors.index.json"):
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if missing := sorted(listed.difference(names)):
+            raise OptionError(f"{folder} lacks {', '.join(missing)}, which {index.name} lists. Copy them there.")
+
+
 def _upload(args: Namespace, *, card: str, names: dict[str, Path]) -> str:
     """Make the repository if it is new, upload everything in one commit, and return its address."""
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HTTPError
 
     from lightning_fastft.cli.trained.card import REPOSITORY
 
-    if get_token() is None:
-        raise OptionError("Nobody is logged in to huggingface.co. Run: hf auth login")
-    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(file)) for name, file in names.items()]
     api = HfApi()
     try:
+        operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(file)) for name, file in names.items()]
         address = api.create_repo(args.repository, private=args.private or None, exist_ok=True)
         # The hub adds the owner to a name without one.
+        _check_present(api.model_info(address.repo_id), names, wants_private=args.private)
         card = card.replace(REPOSITORY, address.repo_id)
         operations.insert(0, CommitOperationAdd(path_in_repo=CARD, path_or_fileobj=card.encode()))
         api.create_commit(address.repo_id, operations, commit_message="Upload with lightning_fastft")
-    except HfHubHTTPError as error:
-        raise FastFTError(f"The hub refused {args.repository}: {error}") from error
+    except FastFTError:
+        raise
+    # No connection, a refusal of the hub, a file that was not sent (RuntimeError), metadata of the card (ValueError).
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        cause = "" if error.__cause__ is None else f" ({' '.join(str(error.__cause__).split())})"
+        raise FastFTError(
+            f"The upload to {args.repository} failed: {' '.join(str(error).split())}{cause} A push is one commit: the "
+            "repository gets all files or none. Correct the cause and push again."
+        ) from error
     return str(address)
+
+
+def _check_present(present: ModelInfo, names: Collection[str], *, wants_private: bool) -> None:
+    """Raise if a repository is public against the wish, or would hold two models after the upload."""
+    if wants_private and not present.private:
+        raise OptionError(
+            f"{present.id} exists and is public, and nothing was uploaded. Make it private in its settings on the hub, "
+            "or remove --private."
+        )
+    there = [file.rfilename for file in present.siblings or ()]
+    others = [name for name in there if _MODEL_FILE.fullmatch(name) and name not in names]
+    if others:
+        raise OptionError(
+            f"{present.id} has files of another model, {', '.join(others)}, which may be loaded in place of the new "
+            "one. Nothing was uploaded. Delete them on the hub, or name another repository."
+        )
 
 
 def _size(num_bytes: int) -> str:
@@ -133,7 +180,25 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     _check_repository(given.repository)
     given.title = given.repository.rpartition("/")[2]
     source = check_source(given.source)
-    if source.is_dir() and not any((source / name).is_file() for name in ("adapter_config.json", "config.json")):
+    has = {name: (source / name).is_file() for name in ("meta.pt", "adapter_config.json", "config.json")}
+    if source.is_dir() and not any(has.values()):
         raise OptionError(f"{source} has no adapter_config.json and no config.json: it is no model's folder.")
+    # A run of fastft_fsdp writes a checkpoint as a folder with meta.pt.
+    if source.is_dir():
+        read_task(source)
+    given.is_as_it_is = source.is_dir() and not has["meta.pt"] and not given.merge
+    if given.is_as_it_is and (idle := [f"--{name.replace('_', '-')}" for name in _BUILDING if getattr(given, name)]):
+        advice = " To build another model from the adapters, add --merge." if has["adapter_config.json"] else ""
+        raise OptionError(f"{', '.join(idle)} would have no effect: {source} is uploaded as it is.{advice}")
+    if given.yes and not given.dry_run:
+        _check_login()
     given.request = read_request(given, device="cpu", is_merged=given.merge, takes_whole=False)
     return given
+
+
+def _check_login() -> None:
+    """Raise if nobody is logged in, before a checkpoint is exported for minutes."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise OptionError("Nobody is logged in to huggingface.co. Run: hf auth login")

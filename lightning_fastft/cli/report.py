@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lightning_fastft.cli.arguments import Arguments
+from lightning_fastft.cli.arguments import Arguments, read_path
 from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
 
@@ -26,7 +25,7 @@ def run_report(words: Sequence[str]) -> int:
     arguments.add_argument("runs", nargs="*")
     arguments.add_argument("--out", default=DEFAULT_PAGE)
     given = arguments.read(words)
-    page = Path(given.out)
+    page = read_path(given.out)
     if page.suffix != ".html":
         raise OptionError(f'--out must end in ".html", got {given.out!r}.')
     check_replaceable("The comparison (--out)", page, is_ours=lambda head: f"<title>{TITLE}".encode() in head)

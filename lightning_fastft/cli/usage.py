@@ -99,8 +99,8 @@ fastft plan --config NAME|FILE [--gpu NAME] [--key value ...]
 The activation plan of a config on a GPU and its cost, without weights, data or training.
 
   --gpu NAME                a GPU by name, for example "RTX 4090" (the GPU of this machine)
-  --vram-gib N              vram_budget of the run (model, optimizer and 90 % of the rest)
-  --host-gib N              pinned host memory of the run (64)
+  --vram-gib N              vram_budget of the run (the config's, else model, optimizer and 90 % of the rest)
+  --host-gib N              pinned host memory of the run (the config's, else 64)
   --document-tokens N       average length of the document of a token (1024)
   --gpus N [--nodes M]      compare DDP, FSDP2, hybrid sharding, expert and context parallelism on a cluster
   --node-link L             nvlink, pcie or GB/s of a GPU each way (the GPU's own)
@@ -168,7 +168,7 @@ Show the files and the model card of a repository on huggingface.co; upload them
 
   --yes                     upload
   --dry-run                 only show, as without --yes
-  --private                 make the repository private, if it is new
+  --private                 make a new repository private; refuse a public one
   --merge                   merge the adapters into the weights of the whole model
 {_OPTIONS_OF_MODELS.format(device="cpu")}""",
     "convert": """\

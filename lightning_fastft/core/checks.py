@@ -87,7 +87,7 @@ def local_path(path: str | Path, *, use: str) -> Path:
             f"Here checkpoints are {use} local or mounted folders only, got {text!r}. A Trainer with strategy='fastft' "
             "or 'fastft_ddp' accepts URLs as str (a Path loses a slash). Otherwise copy the checkpoint first."
         )
-    return Path(text)
+    return Path(text).expanduser()
 
 
 def check_replaceable(name: str, path: Path, *, is_ours: Callable[[bytes], bool]) -> Path:

@@ -1,8 +1,11 @@
 """Files that must survive a crash."""
 
+import json
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from lightning_fastft.core.errors import OptionError
 
 
 def sync_file(file: IO[bytes]) -> None:
@@ -35,3 +38,18 @@ def find_write_obstacle(folder: Path) -> str:
         except OSError as error:
             return f"{missing} cannot be created ({error.strerror})"
     return ""
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file that holds an object.
+
+    Raises:
+        OptionError: It is not JSON, or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OptionError(f"{file} is not JSON: {error}. Copy the file again.") from error
+    if not isinstance(content, dict):
+        raise OptionError(f"{file} must hold a JSON object, got {type(content).__name__}.")
+    return content

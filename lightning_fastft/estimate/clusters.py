@@ -57,7 +57,7 @@ def make_cluster(gpu: Gpu, *, num_gpus: int, num_nodes: int, node_link: str = ""
             direction; empty for InfiniBand with NVLink and Ethernet without.
 
     Raises:
-        OptionError: The nodes do not divide the GPUs, or a link is unknown or missing on this GPU.
+        OptionError: The nodes do not divide the GPUs, or a link is unknown, missing on this GPU or without use.
 
     Example:
         >>> from lightning_fastft.estimate.machines import find_gpu
@@ -66,6 +66,10 @@ def make_cluster(gpu: Gpu, *, num_gpus: int, num_nodes: int, node_link: str = ""
     """
     if num_gpus % num_nodes:
         raise OptionError(f"--nodes {num_nodes} does not divide --gpus {num_gpus}. Give equal nodes.")
+    if network and num_nodes == 1:
+        raise OptionError("--network has no effect on one node. Give --nodes too, or remove it.")
+    if node_link and num_nodes == num_gpus:
+        raise OptionError("--node-link has no effect with one GPU per node. Remove it.")
     links = {"nvlink": gpu.nvlink_bytes_per_s, "pcie": gpu.link_bytes_per_s}
     node_link = node_link or ("nvlink" if gpu.nvlink_bytes_per_s else "pcie")
     rate = _rate("--node-link", node_link, links)

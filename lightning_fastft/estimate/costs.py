@@ -44,7 +44,7 @@ from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.moe.fp8_experts import held_memory
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.patches.host_ends import movable_bytes
-from lightning_fastft.planner.plan import Plan, make_plan
+from lightning_fastft.planner.plan import Plan, make_plan, plan_policy
 from lightning_fastft.planner.step import EndBytes, SegmentCost, SegmentPlan, StepCost, ValueCost
 
 if TYPE_CHECKING:
@@ -203,7 +203,15 @@ def default_vram_bytes(gpu: Gpu, cost: StepCost) -> int:
     return resident_bytes + int(AUTO_VRAM_SHARE * (gpu.memory_bytes - resident_bytes))
 
 
-def plan_on(gpu: Gpu, cost: StepCost, *, vram_budget_bytes: int | None, host_budget_bytes: int, **options: Any) -> Plan:
+def plan_on(
+    gpu: Gpu,
+    cost: StepCost,
+    *,
+    vram_budget_bytes: int | None,
+    host_budget_bytes: int,
+    policy: str = "auto",
+    **options: Any,
+) -> Plan:
     """Return the plan that a run makes on a GPU.
 
     Args:
@@ -212,12 +220,15 @@ def plan_on(gpu: Gpu, cost: StepCost, *, vram_budget_bytes: int | None, host_bud
         vram_budget_bytes: The ``vram_budget`` of the run, of which it plans 95 %, or all if nothing fits 95 %; None for
             ``default_vram_bytes``.
         host_budget_bytes: As in ``make_plan``.
+        policy: Of ``OffloadCheckpointing``; other policies than "auto" have all memory of the GPU.
         options: Other options of ``make_plan``.
 
     Raises:
-        OptionError: As ``make_plan``.
+        OptionError: As ``make_plan`` and ``plan_policy``.
     """
     options |= {"host_budget_bytes": host_budget_bytes, "machine": gpu.machine}
+    if policy != "auto":
+        return plan_policy(cost, policy, vram_budget_bytes=gpu.memory_bytes, **options)
     if vram_budget_bytes is None:
         return make_plan(cost, vram_budget_bytes=default_vram_bytes(gpu, cost), **options)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.estimate.costs import MeteredStep, plan_on
 from lightning_fastft.planner.plan import Plan, StepCost, predict
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def plan_step(
-    step: MeteredStep, *, gpu: Gpu, vram_budget_bytes: int | None, host_budget_bytes: int
+    step: MeteredStep, *, gpu: Gpu, vram_budget_bytes: int | None, host_budget_bytes: int, **options: Any
 ) -> tuple[StepCost, Plan]:
     """Return the costs of a step on a GPU and the plan that a run makes for it.
 
@@ -26,6 +26,7 @@ def plan_step(
         gpu: The GPU.
         vram_budget_bytes: As in ``plan_on``.
         host_budget_bytes: As in ``plan_on``.
+        options: Policy and other options of ``plan_on``.
 
     Raises:
         OptionError: As ``plan_on``.
@@ -34,7 +35,7 @@ def plan_step(
         own
     """
     eager, graphed = step._replace(is_graphed=False).costs_on(gpu), step.costs_on(gpu)
-    plan = plan_on(gpu, eager, vram_budget_bytes=vram_budget_bytes, host_budget_bytes=host_budget_bytes)
+    plan = plan_on(gpu, eager, vram_budget_bytes=vram_budget_bytes, host_budget_bytes=host_budget_bytes, **options)
     if graphed == eager:
         return eager, plan
     if _copies_to_host(plan):

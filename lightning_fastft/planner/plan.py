@@ -35,6 +35,7 @@ __all__ = [
     "ValueCost",
     "check_segments",
     "make_plan",
+    "plan_policy",
     "predict",
     "uniform_plan",
 ]
@@ -123,6 +124,51 @@ def make_plan(
             f"take {wider.step_ms:.0f} ms instead of {prediction.step_ms:.0f}."
         )
     return Plan(tuple(best), prediction, tuple(notes))
+
+
+def plan_policy(
+    cost: StepCost,
+    policy: str,
+    *,
+    vram_budget_bytes: int,
+    host_budget_bytes: int,
+    machine: Machine,
+    buffers: int = 2,
+    weights: Literal["auto", "resident", "stream"] = "auto",
+) -> Plan:
+    """Return the plan of a policy that treats all layers alike; it does not choose, and streams weights only if asked.
+
+    Args:
+        cost: As in ``make_plan``.
+        policy: "keep", "recompute" or "offload", as in ``uniform_plan``.
+        vram_budget_bytes: Device memory.
+        host_budget_bytes: Pinned host memory.
+        machine: As in ``make_plan``.
+        buffers: As in ``make_plan``.
+        weights: As in ``make_plan``; "auto" does not stream.
+
+    Raises:
+        OptionError: The policy needs more memory than there is, or weights cannot be streamed.
+
+    Source:
+        own
+    """
+    is_streamed = weights == "stream"
+    if is_streamed:
+        weight_bytes = sum(segment.weight_bytes for segment in cost.segments)
+        _check_streaming(machine, weight_bytes + cost.ends.total if weight_bytes else 0, host_budget_bytes)
+    segments = tuple(segment._replace(is_streamed=is_streamed) for segment in uniform_plan(len(cost.segments), policy))
+    prediction = predict(cost, segments, machine=machine, buffers=buffers)
+    for place, needed, there in (
+        ("device", prediction.peak_bytes, vram_budget_bytes),
+        ("pinned host", prediction.host_bytes, host_budget_bytes),
+    ):
+        if needed > there:
+            raise OptionError(
+                f"Policy {policy!r} needs {gib(needed)} of {place} memory, and there are {gib(there)}. Use policy "
+                "'auto' or a smaller max_tokens."
+            )
+    return Plan(segments, prediction, ())
 
 
 def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes: int) -> None:

@@ -711,3 +711,35 @@ def test_command_runs_as_a_process(folder):
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)})
     assert done.returncode == 2
     assert "did you mean trainer.max_steps?" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["push", "--help"], ["doctor"]])
+def test_a_reader_that_ends_early_ends_the_command_in_silence(words, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(words) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
+def test_another_broken_pipe_is_not_hidden(monkeypatch):
+    def run(*_):
+        raise BrokenPipeError
+
+    reader, writer = os.pipe()
+    monkeypatch.setattr("lightning_fastft.cli.command._run", run)
+    with os.fdopen(writer, "w") as pipe, os.fdopen(reader):
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(BrokenPipeError):
+            main(["report"])
+
+
+def test_a_full_disk_is_an_error_in_words(monkeypatch, answer):
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails
+    monkeypatch.setattr(sys, "stdout", full)
+    status, text = answer(["--help"])
+    assert status == 1
+    assert "No space left" in text
+    with pytest.raises(OSError, match="No space left"):
+        full.close()

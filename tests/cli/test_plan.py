@@ -213,6 +213,77 @@ def test_the_mesh_of_shared_packs_is_said(plan, folder):
     assert "mesh: 2 devices share each pack, 4,096 tokens each" in text
 
 
+def activations(**options):
+    return f"{{class_path: lightning_fastft.OffloadCheckpointing, init_args: {json.dumps(options)}}}"
+
+
+def strategy(kind="", **options):
+    given = f", init_args: {{activations: {activations(**options)}}}" if options else ""
+    return f"trainer: {{strategy: {{class_path: lightning_fastft.FastFT{kind}Strategy{given}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "treatment", "like"),
+    [
+        ("recompute", "0-5 input device; rest recomputed", "recompute all"),
+        ("keep", "0-5 kept: nothing is recomputed", "keep all"),
+        ("offload", "0-4 input host; rest recomputed", ""),
+    ],
+)
+def test_the_policy_of_the_config_is_planned(policy, treatment, like, plan, folder):
+    (folder / "policy.yaml").write_text(strategy(policy=policy))
+    text = plan("--gpu", "4090", "--config", "policy.yaml")
+    assert f"activations: {policy}, as the config says" in text
+    assert treatment in " ".join(text.split())
+    ends = {line[:15].rstrip(): line[15:] for line in text.splitlines()[-3:]}
+    assert not like or ends["this plan"] == ends[like]
+    with pytest.raises(OptionError, match=f"--vram-gib has no effect on policy '{policy}'"):
+        plan("--gpu", "4090", "--config", "policy.yaml", "--vram-gib", "4")
+
+
+def test_budgets_and_weights_of_the_config_are_planned(plan, folder):
+    (folder / "own.yaml").write_text(strategy(vram_budget=1.0, host_budget=2.0))
+    words = ["--gpu", "4090", "--config", "own.yaml"]
+    assert "budgets: 1.0 GiB of device memory for everything (--vram-gib), 2.0 GiB of host memory" in plan(*words)
+    given = plan(*words, "--vram-gib", "3", "--host-gib", "1")
+    assert "budgets: 3.0 GiB of device memory for everything (--vram-gib), 1.0 GiB of host memory" in given
+    (folder / "own.yaml").write_text(strategy(weights="stream"))
+    assert "weights streamed" in plan(*words)
+    (folder / "own.yaml").write_text(strategy(policy="recompute", weights="stream"))
+    assert "weights streamed" in plan(*words)
+    with pytest.raises(OptionError, match="pinned host memory for frozen weights"):
+        plan(*words, "--host-gib", "0.01")
+
+
+def test_a_plan_that_the_gpu_cannot_hold_is_refused(plan, folder):
+    with pytest.raises(OptionError, match=r"budget is 25\.0 GiB, and RTX 4090 has 24"):
+        plan("--gpu", "4090", "--vram-gib", "25")
+    (folder / "keep.yaml").write_text(strategy(policy="keep"))
+    with pytest.raises(OptionError, match=r"Policy 'keep' needs .* of device memory, and there are 8\.00 GiB"):
+        plan("--gpu", "4060", "--config", "keep.yaml", "--data.max_tokens", "65536")
+
+
+def test_the_policy_of_the_config_is_planned_on_a_cluster(plan, folder):
+    (folder / "keep.yaml").write_text(strategy(policy="keep"))
+    words = ["--gpu", "4060", "--gpus", "2", "--data.max_tokens", "65536"]
+    assert "does not fit" not in plan(*words).splitlines()[4]
+    assert "does not fit" in plan(*words, "--config", "keep.yaml").splitlines()[4]
+
+
+def test_shards_that_are_not_counted_are_said(plan, folder):
+    (folder / "shards.yaml").write_text(f"{strategy('FSDP')[:-1]}, accelerator: cpu, devices: 4}}")
+    assert "shards of fastft_fsdp are not counted" in plan("--gpu", "4090", "--config", "shards.yaml")
+    with pytest.raises(OptionError, match="--gpus 4 counts them"):
+        plan("--gpu", "4090", "--config", "shards.yaml", "--vram-gib", "0.1")
+
+
+def test_links_without_use_are_refused(plan):
+    with pytest.raises(OptionError, match="--network has no effect on one node"):
+        plan("--gpu", "4090", "--gpus", "2", "--network", "1")
+    with pytest.raises(OptionError, match="--node-link has no effect"):
+        plan("--gpu", "4090", "--gpus", "2", "--nodes", "2", "--node-link", "1")
+
+
 def test_a_cluster_is_a_table_of_strategies_with_the_fastest_marked(plan):
     cluster = ["--gpu", "4090", "--gpus", "4", "--nodes", "2", "--trainer.devices", "4"]
     text = plan(*cluster)

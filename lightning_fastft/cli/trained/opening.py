@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_fastft.cli.words import name_checkpoint
 from lightning_fastft.core.checks import local_path
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.files import read_json_object
 from lightning_fastft.core.phases import phase
 
 if TYPE_CHECKING:
@@ -138,12 +138,16 @@ def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> R
 
 
 def read_task(folder: Path) -> str:
-    """Return "CausalLM", or the kind of classifier in a folder of adapters or of a whole model."""
+    """Return "CausalLM", or the kind of classifier in a folder of adapters or of a whole model.
+
+    Raises:
+        OptionError: The configuration is no JSON object.
+    """
     adapters, whole = folder / "adapter_config.json", folder / "config.json"
     if adapters.is_file():
-        task_type = json.loads(adapters.read_text(encoding="utf-8")).get("task_type")
+        task_type = str(read_json_object(adapters).get("task_type"))
         return _CLASSIFIERS.get(task_type, "CausalLM")
-    config = json.loads(whole.read_text(encoding="utf-8")) if whole.is_file() else {}
+    config = read_json_object(whole) if whole.is_file() else {}
     names = config.get("architectures") or ()
     return next((task for task in _CLASSIFIERS.values() for name in names if name.endswith(f"For{task}")), "CausalLM")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -63,6 +64,7 @@ class ModelSource:
             )
         if isinstance(model, str):
             check_path("model", model)
+            model = os.path.expanduser(model)
         is_configuration = not isinstance(model, str) or model.endswith(".json")
         if is_configuration and init == "pretrained":
             raise OptionError(

@@ -73,7 +73,7 @@ def read_reports(paths: Sequence[str]) -> dict[str, dict[str, Any]]:
     """
     if not 2 <= len(paths) <= MOST_RUNS:
         raise OptionError(f"fastft report compares 2 to {MOST_RUNS} runs, got {len(paths)}: name their folders.")
-    files = [_find_report(Path(path)) for path in paths]
+    files = [_find_report(Path(path).expanduser()) for path in paths]
     if len({file.resolve() for file in files}) < len(files):
         raise OptionError(f"A run is named twice: {', '.join(map(str, files))}.")
     return dict(zip(_shorten(paths), map(_read_report, files)))

@@ -88,11 +88,11 @@ def tokenize_sources(
         check_int("vocab_size", vocab_size, low=1)
     opened = open_sources(sources)
     fingerprint = _fingerprint(opened, tokenizer=tokenizer, options=options, images=images, stop_ids=stop_ids)
-    target = None if cache_dir is None else Path(cache_dir) / _name_entry(opened, fingerprint=fingerprint)
-    named = None if rejected_path is None else Path(rejected_path)
+    target = None if cache_dir is None else Path(cache_dir).expanduser() / _name_entry(opened, fingerprint=fingerprint)
+    named = None if rejected_path is None else Path(rejected_path).expanduser()
     dataset = _open_if_whole(target)
     if dataset is None:
-        fallback = None if cache_dir is None else Path(cache_dir) / REJECTED
+        fallback = None if cache_dir is None else Path(cache_dir).expanduser() / REJECTED
         on_stop = named or fallback if stopped_path is None else Path(stopped_path)
         ingest = Ingest(
             Setup(tokenizer, options, vocab_size, images, stop_ids), max_reject_share=max_reject_share, on_stop=on_stop

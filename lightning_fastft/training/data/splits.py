@@ -227,7 +227,7 @@ class SplitDataModule(RecordedDataModule):
         if rank and not is_of_rank:
             return None
         if self.rejected_path is not None:
-            path = Path(self.rejected_path)
+            path = Path(self.rejected_path).expanduser()
         elif self.trainer is not None:
             path = find_run_folder(self.trainer) / REJECTED
         else:
