@@ -85,5 +85,5 @@ def test_size_of_the_job_is_accepted(set_launcher, strategy, launcher, options):
 @pytest.mark.parametrize("launcher", [MPIRUN, {"RANK": "0", "WORLD_SIZE": "2"}, TORCHRUN, SRUN])
 def test_one_device_is_refused_in_a_job_of_several_processes(set_launcher, launcher):
     set_launcher(launcher)
-    with pytest.raises(OptionError, match="started 2 processes .*each would train alone"):
+    with pytest.raises(OptionError, match=r"started 2 processes .*each would train alone"):
         FastFTStrategy().setup_environment()

@@ -14,7 +14,7 @@ from tests.support.training_parts import packed_loader, quiet_trainer
 def test_a_model_that_ends_with_its_processes_is_not_trained(kind, strategy):
     made, trainer = tuner(kind), quiet_trainer(strategy=strategy)
     made.trainer, trainer.state.fn = trainer, TrainerFn.FITTING
-    with pytest.raises(OptionError, match="start_method=.*is lost"):
+    with pytest.raises(OptionError, match=r"start_method=.*is lost"):
         made.configure_model()
 
 

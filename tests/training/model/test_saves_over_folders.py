@@ -26,7 +26,7 @@ def contents(folder):
 def test_adapters_and_a_whole_model_are_not_mixed_in_a_folder(tmp_path, first, second):
     built(first).save_pretrained(str(tmp_path / "out"))
     before = contents(tmp_path / "out")
-    with pytest.raises(OptionError, match="Save .* to another folder"):
+    with pytest.raises(OptionError, match=r"Save .* to another folder"):
         built(second).save_pretrained(str(tmp_path / "out"))
     assert contents(tmp_path / "out") == before
 
