@@ -90,6 +90,11 @@ class GradientHealth(GivenOnce, Callback):
             reason = f"{type(trainer.strategy).__name__} may shard its parameters in a form that this check cannot read"
             self._status = Status("gradient health", "refused", reason, "use one device, DDP or fastft_fsdp")
             return
+        if is_sharded:
+            from lightning_fastft.hf.sharding.state import reshard_trained
+
+            # Under Lightning's own strategy the root still holds its weights whole after the sanity check.
+            reshard_trained(pl_module)
         named = [
             (name, parameter)
             for name, parameter in pl_module.named_parameters()

@@ -72,6 +72,24 @@ def saving(path: Path | str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a new temporary folder; if the block succeeds, its files replace those of the same names in folder.
+
+    Raises:
+        CheckpointNotSavedError: The files cannot be written; those that are there do not change.
+    """
+    with saving(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with part_beside(folder, is_folder=True) as part:
+            yield part
+            for file in sorted(path for path in part.rglob("*") if path.is_file()):
+                target = folder / file.relative_to(part)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+        sync_folder(folder)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_fastft.checkpoint.atomic import part_beside, saving, sync_folder
+from lightning_fastft.checkpoint.atomic import part_beside, replacing, sync_folder
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DataError,
@@ -157,26 +156,16 @@ def save_adapters(
     Cost:
         Host memory for two copies of the adapters.
     """
-    with saving(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with part_beside(folder, is_folder=True) as part:
-            with _saved_as_plain(model, initial=initial):
-                if initial is not None:
-                    state_dict = convert_state(state_dict or dict(model.named_parameters()), initial=initial)
-                names = trained_adapters(model)
-                model.save_pretrained(
-                    str(part), save_embedding_layers=False, state_dict=state_dict, selected_adapters=names
-                )
-                for name in names:
-                    place = part if name == ADAPTER else part / name
-                    save_resized(model, place / ADAPTER_WEIGHTS, state_dict=state_dict, initial=initial)
-                    share_weights(place)
-                    check_read_back(model, place, adapter=name, state_dict=state_dict)
-            for file in sorted(path for path in part.rglob("*") if path.is_file()):
-                target = folder / file.relative_to(part)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, target)
-        sync_folder(folder)
+    with replacing(folder) as part, _saved_as_plain(model, initial=initial):
+        if initial is not None:
+            state_dict = convert_state(state_dict or dict(model.named_parameters()), initial=initial)
+        names = trained_adapters(model)
+        model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state_dict, selected_adapters=names)
+        for name in names:
+            place = part if name == ADAPTER else part / name
+            save_resized(model, place / ADAPTER_WEIGHTS, state_dict=state_dict, initial=initial)
+            share_weights(place)
+            check_read_back(model, place, adapter=name, state_dict=state_dict)
 
 
 def share_weights(folder: Path) -> None:
@@ -235,7 +224,7 @@ def export_adapters(
             # The base of loaded adapters may have moved since they were saved.
             if base.name_or_path and base.name_or_path != config.base_model_name_or_path:
                 config.base_model_name_or_path, config.revision = base.name_or_path, None
-        with _disk_errors():
+        with disk_errors():
             model.save_pretrained(str(part), save_embedding_layers=False)
             resized = save_resized(model, part / ADAPTER_WEIGHTS)
         share_weights(part)
@@ -284,7 +273,7 @@ def export_merged(
     merged, moved = (model, 0.0) if not hasattr(model, "peft_config") else merge(model, ids, adapted=before)  # type: ignore[arg-type]
     before = logits_of(merged, ids)
     with writing(out) as part:
-        with _disk_errors():
+        with disk_errors():
             merged.save_pretrained(str(part))
         share_weights(part)
         write_companions(part, tokenizer=tokenizer, images=images)
@@ -334,7 +323,7 @@ def writing(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _disk_errors() -> Iterator[None]:
+def disk_errors() -> Iterator[None]:
     """Raise a full disk as OSError, which safetensors reports as an error of its own."""
     from safetensors import SafetensorError
 

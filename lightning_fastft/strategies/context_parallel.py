@@ -17,6 +17,7 @@ from lightning_fastft.core.errors import ContextError, OptionError, UnsupportedM
 from lightning_fastft.core.status import Status
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE
+from lightning_fastft.strategies.launchers import refuse_other_size
 from lightning_fastft.strategies.mesh import check_mesh
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.packed_steps import find_packed_batches
@@ -64,6 +65,12 @@ class ContextParallelMixin(FastFTStrategyMixin):
         """How many groups of devices get different batches, and which of them this device is in."""
         found: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
         return {name: value // self.context_parallel for name, value in found.items()}
+
+    def _configure_launcher(self) -> None:
+        """Refuse a size that is not that of the job, before anything is started."""
+        environment, num_devices = self.cluster_environment, self.num_processes  # type: ignore[attr-defined]
+        refuse_other_size(environment, num_devices=num_devices, num_nodes=self.num_nodes)  # type: ignore[attr-defined]
+        super()._configure_launcher()
 
     def setup_environment(self) -> None:
         """Check the sizes, join the other ranks, and open the mesh.

@@ -37,7 +37,7 @@ class FastFTStrategy(FastFTStrategyMixin, SingleDeviceStrategy):
         precision_plugin: As in Lightning.
 
     Raises:
-        OptionError: The Trainer was given more than one device, or torchrun or srun started several processes.
+        OptionError: The Trainer was given more than one device, or a launcher (torchrun, srun, mpirun) started several.
 
     Example:
         >>> FastFTStrategy().statuses()

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader
 
 from lightning_fastft.callbacks.gradient_health import GradientHealth
+from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.core.errors import NotTrainingError
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
@@ -24,6 +26,7 @@ CASES = {
     "every weight": {},
     # The root holds its weights whole after the sanity check.
     "every weight, validated": {"is_validated": True},
+    "every weight, validated, Lightning's strategy": {"is_validated": True, "is_lightnings": True},
     "sharded adapters": {"lora": LORA, "adapters": "shard"},
     "whole adapters": {"lora": LORA, "adapters": "replicate"},
     "too small a rate": {"dtype": "bfloat16", "master_dtype": "bfloat16", "learning_rate": 1e-9},
@@ -44,7 +47,9 @@ class HalfFrozen(FineTuner):
             weight.grad._local_tensor.fill_(self.value)
 
 
-def run(folder, name, *, adapters="replicate", half=False, broken=False, is_validated=False, **options):
+def run(
+    folder, name, *, adapters="replicate", half=False, broken=False, is_validated=False, is_lightnings=False, **options
+):
     options = {"dtype": "float32", "learning_rate": 1e-2, **options}
     kind = HalfFrozen if half or broken else FineTuner
     module = kind(dict(CONFIG), init="random", warmup_share=0.0, scheduler="constant", **options)
@@ -54,8 +59,11 @@ def run(folder, name, *, adapters="replicate", half=False, broken=False, is_vali
     batches = micro_batches(accumulate=1, world_size=2, rank=rank) * NUM_STEPS
     loader = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
     health = GradientHealth(num_steps=NUM_STEPS)
-    strategy = FastFTFSDPStrategy(adapters=adapters)
-    trainer = quiet_trainer(folder, strategy=strategy, devices=2, max_steps=NUM_STEPS, callbacks=[health])
+    strategy, callbacks = FastFTFSDPStrategy(adapters=adapters), [health]
+    if is_lightnings:
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        callbacks = [PackedTraining(), health]
+    trainer = quiet_trainer(folder, strategy=strategy, devices=2, max_steps=NUM_STEPS, callbacks=callbacks)
     try:
         trainer.fit(module, loader, loader if is_validated else None)
     except NotTrainingError as error:

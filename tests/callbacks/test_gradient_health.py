@@ -393,7 +393,8 @@ def test_shards_are_judged_by_what_all_ranks_see(tmp_path):
     run_two_ranks("tests.callbacks.health_worker", tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for found in (first, second):
-        for case in ("every weight", "every weight, validated", "sharded adapters", "whole adapters", "half a weight"):
-            assert "moved within 4 steps" in found[case], case
+        failing = ("too small a rate", "a broken gradient on one rank")
+        for case, reason in found.items():
+            assert ("moved within 4 steps" in reason) is (case not in failing), case
         assert "did not move" in found["too small a rate"]
         assert "down_proj" in found["a broken gradient on one rank"]

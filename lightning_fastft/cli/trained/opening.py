@@ -284,7 +284,8 @@ def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:
     if not has_adapters:
         options["dtype"] = _dtype_of(content["state_dict"]) if request.dtype == "auto" else request.dtype
     elif request.is_merged:
-        options["dtype"] = _merge_dtype(request, options)
+        # A product of factors in bf16 would be rounded before it is added to the weight.
+        options.update(dtype=_merge_dtype(request, options), adapter_dtype="float32")
     return options
 
 

@@ -23,6 +23,7 @@ from lightning_fastft.training.model.construction import (
     add_lora,
     apply_transforms,
     check_averaging,
+    check_processes,
     describe_model,
     find_device,
     find_mesh,
@@ -234,6 +235,7 @@ class CausalLMModule(LightningModule):
         """Load and adapt the model; return what fills it where it will be sharded."""
         from lightning_fastft.hf.lora_init import changes_base, read_initial
 
+        check_processes(self._trainer)
         # One seed for all ranks: adapters and random weights must be equal where nothing broadcasts them.
         seed = torch.initial_seed()
         self._seed = seed if self._trainer is None else int(self.trainer.strategy.broadcast(seed))

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -162,6 +163,24 @@ def find_mesh(strategy: Strategy | None) -> DeviceMesh | None:
             f"tensor_parallel_size={mesh['tensor_parallel'].size()}: use Trainer(strategy='fastft_fsdp')."
         )
     return strategy.sharding_mesh if isinstance(strategy, FastFTFSDPStrategy) else mesh["data_parallel"]
+
+
+def check_processes(trainer: Trainer | None) -> None:
+    """Refuse to train a model that is built in processes whose weights would be lost when they end.
+
+    Lightning's ``spawn`` and ``fork`` copy the trained weights back into the module of the main process, which has no
+    model to take them.
+
+    Raises:
+        OptionError: The strategy starts such processes.
+    """
+    method = "popen" if trainer is None else getattr(trainer.strategy, "_start_method", "popen")
+    if trainer is not None and method != "popen" and trainer.state.fn == TrainerFn.FITTING:
+        raise OptionError(
+            f"start_method={method!r} trains in processes that end with the run, and the model that is built there is "
+            "lost. Start the script by torchrun, or as a script with strategy='fastft_ddp' or 'fastft_fsdp'; in a "
+            "notebook train on one device."
+        )
 
 
 def place_adapters(strategy: Strategy | None) -> AdapterPlacement:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_fastft.checkpoint.atomic import replacing
+from lightning_fastft.core.errors import OptionError
+
 if TYPE_CHECKING:
     from lightning_fastft.hf.images import ImageEncoder
     from lightning_fastft.hf.lora_init import Initial
@@ -31,11 +34,13 @@ def save_model(
     Sharded weights are gathered, so every rank makes this call.
 
     Raises:
+        OptionError: The folder holds a whole model and adapters are saved, or the reverse; nothing is written.
         UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
-        CheckpointNotSavedError: Stock PEFT reads other adapters than were saved; the folder is as before.
+        CheckpointNotSavedError: The files cannot be written, or stock PEFT reads other adapters than were saved; the
+            folder is as before.
     """
     from lightning_fastft.hf.companions import write_companions
-    from lightning_fastft.hf.export import check_readable, save_adapters, share_weights
+    from lightning_fastft.hf.export import check_readable, disk_errors, save_adapters, share_weights
     from lightning_fastft.hf.generation import add_stop
 
     has_peft = hasattr(model, "peft_config")
@@ -52,15 +57,32 @@ def save_model(
         state = gather_state(model, is_trained_only=is_trained_only, dtype=dtype)
     if not is_writer:
         return
+    _refuse_other_kind(Path(folder), is_adapters=has_peft)
     if has_peft:
         save_adapters(model, Path(folder), state_dict=state, initial=initial)
     else:
-        model.save_pretrained(folder, **({} if state is None else {"state_dict": state}))
-        if state is not None:
-            _name_dtype(Path(folder) / "config.json", compute_dtype)
-        share_weights(Path(folder))
+        with replacing(Path(folder)) as part, disk_errors():
+            model.save_pretrained(str(part), **({} if state is None else {"state_dict": state}))
+            if state is not None:
+                _name_dtype(part / "config.json", compute_dtype)
+            share_weights(part)
+            names = {path.name for path in part.iterdir()}
+        for path in Path(folder).glob("model*.safetensors*"):
+            # Shards of an earlier save, or the one file that readers prefer to shards.
+            if path.name not in names:
+                path.unlink()
     generation = None if answer_end is None else add_stop(model.generation_config, answer_end)
     write_companions(Path(folder), tokenizer=tokenizer, images=images, generation=generation)
+
+
+def _refuse_other_kind(folder: Path, *, is_adapters: bool) -> None:
+    """Refuse adapters in the folder of a whole model, and the reverse: stock transformers reads both as one model."""
+    if (folder / ("config.json" if is_adapters else "adapter_config.json")).is_file():
+        own, other = ("adapters", "a whole model") if is_adapters else ("a whole model", "adapters")
+        raise OptionError(
+            f"{folder} holds {other}, and transformers would add the adapters to the model. Save {own} to another "
+            "folder; the model of this process is unchanged."
+        )
 
 
 def _name_dtype(file: Path, dtype: torch.dtype) -> None:

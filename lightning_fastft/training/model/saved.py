@@ -156,9 +156,11 @@ class SavedCausalLM(TextCausalLM):
                 ``PeftModel.from_pretrained`` or ``AutoModelForCausalLM.from_pretrained`` reads it without this package.
 
         Raises:
-            OptionError: There is no model yet.
+            OptionError: There is no model yet. Or the folder holds a whole model and adapters are saved, or the
+                reverse; nothing is written.
             UnsupportedModelError: PEFT would not read the adapters back; nothing is written.
-            CheckpointNotSavedError: Stock PEFT reads other adapters than were saved; the folder is as before.
+            CheckpointNotSavedError: The files cannot be written, or stock PEFT reads other adapters than were saved;
+                the folder is as before.
         """
         if self.model is None:
             raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
