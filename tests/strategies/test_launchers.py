@@ -29,6 +29,10 @@ CHILD = {**MPIRUN, "LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "4"}
 def set_launcher(monkeypatch):
     register_strategies()
 
+    # An earlier test of this process may have left ranks.
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
     def set_all(values):
         for name, value in values.items():
             monkeypatch.setenv(name, value)
