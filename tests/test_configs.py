@@ -4,13 +4,16 @@ import sys
 from importlib import import_module
 
 import pytest
+import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import CONFIG_FOLDER, config_names
+from lightning_fastft.kernels.attention.op import HOPPER, choose_backend, describe_need
 from tests.support.sizes import sizes
+from tests.support.training_parts import quiet_data
 
 # One tiny model per family that the configs name; the rest of each config is used as it stands.
 SIZES = sizes(vocab=64, width=64, inner=64, layers=2, heads=2, key_heads=1, head_width=32)
@@ -119,6 +122,23 @@ def test_config_holds_only_values_that_differ_from_the_default(name):
             parameters.update(inspect.signature(owner.__init__).parameters)
         for option, value in options.items():
             assert parameters[option].default != value, f"{name}: {option} of {path}"
+
+
+def test_packs_of_the_long_context_config_run_on_cudnn():
+    options = {**read("long_context_llama_3.1_8b")["data"]["init_args"], "val_share": 0.2}
+    del options["paths"]
+    rows = [{"input_ids": [1] * length} for length in (9_001, 33_333, 20_002, 150_001, 5_003)]
+    data = quiet_data(rows, **options)
+    data.prepare_data()
+    data.setup("fit")
+    batches = [*data.train_dataloader(), *data.val_dataloader()]
+    assert any(batch["context"].num_real_tokens % 512 for batch in batches)
+    for batch in batches:
+        # Llama-3.1 has heads of width 128; their count decides nothing.
+        qkv = [torch.empty(batch["context"].num_tokens, 1, 128, dtype=torch.bfloat16, device="meta")] * 3
+        need = describe_need(*qkv, context=batch["context"], window=None, softcap=None, sink_H=None)
+        need = need._replace(device_type="cuda", capability=HOPPER, has_cudnn=True)
+        assert choose_backend(need) == "cudnn"
 
 
 @pytest.mark.slow

@@ -62,7 +62,12 @@ class HeadlineRow(NamedTuple):
 
 ROWS: Mapping[str, HeadlineRow] = {
     "qwen3-14b-qlora": HeadlineRow(
-        "qwen3-14b-qlora", {**_LARGE, "ours": (*_LARGE["ours"], "auto=12.0:24+fused", "keep+fused+fp8")}
+        "qwen3-14b-qlora",
+        {
+            **_LARGE,
+            "ours": (*_LARGE["ours"], "auto=12.0:24+fused", "keep+fused+fp8"),
+            "unsloth": (*_LARGE["unsloth"], "off+fp8"),
+        },
     ),
     # The budget is about what Unsloth's default reserves on an H200, 7.8 GiB.
     "qwen3-8b-qlora": HeadlineRow(

@@ -84,7 +84,8 @@ class PackedDataModule(SplitDataModule):
         step_separator: Text appended to each step of format "stepwise"; a step is scored at its last token.
         extra_columns: "refuse" rejects a row with a column that the first 100 rows of its file lack; "ignore" takes it.
         too_long: What happens to an example of more than max_tokens: "refuse", "truncate" or "split"; always counted.
-        pad_to_max: Pad every pack to max_tokens, for static shapes.
+        pad_to_max: Pad every pack to max_tokens, for static shapes. cuDNN attention is chosen only for packs whose
+            length is a multiple of 512.
         share_prompts: Whether a prompt with several completions (preference, rollouts) is computed once in a pack.
             "auto": where the model computes that exactly; hybrids with recurrent mixers and models whose positions are
             scaled by length get copies of the prompt, which is logged. true or false force it.

@@ -366,8 +366,11 @@ def test_every_row_has_modes_that_its_arms_know(name):
         assert all(moe.parse_plain_mode(mode) for mode in row.settings["plain"])
         assert all(moe.parse_unsloth_mode(mode) for mode in row.settings["unsloth"])
     else:
+        assert all(moe.parse_unsloth_mode(mode.removesuffix("+fp8")) for mode in row.settings.get("unsloth", ()))
         assert {mode.partition("+padded")[0] for mode in row.settings["plain"]} <= set(plain.MODES)
         assert {*row.settings.get("trl", ()), *row.settings.get("trl+liger", ())} <= set(trl.MODES)
+    in_fp8 = {system for system, modes in row.settings.items() if any("fp8" in mode.split("+") for mode in modes)}
+    assert in_fp8 in (set(), {"ours", "unsloth"}), "fp8 of ours is compared with fp8 of Unsloth"
     first = {"workload": row.workload, "system": "ours", "mode": row.settings["ours"][0]}
     assert is_default(first, device="cuda")
     assert not is_default({**first, "mode": "recompute+fused"}, device="cuda")

@@ -534,6 +534,25 @@ def test_unsloth_with_adapters_is_asked_for_what_it_ever_was(mode, peers, root):
     assert "gradient_checkpointing" not in peers.calls["config"]
 
 
+@pytest.mark.parametrize(("mode", "checkpointing"), [("unsloth+fp8", "unsloth"), ("off+fp8", False)])
+def test_unsloth_in_fp8_is_asked_for_an_fp8_base(mode, checkpointing, peers, root):
+    _run_unsloth(mode, WORKLOADS["tiny-qlora"], root)
+    assert peers.calls["load"]["load_in_fp8"] is True
+    assert peers.calls["load"]["load_in_4bit"] is False
+    assert peers.calls["adapters"]["use_gradient_checkpointing"] == checkpointing
+
+
+def test_unsloth_without_fp8_keeps_the_precision_of_the_workload(peers, root):
+    _run_unsloth("off", WORKLOADS["tiny-qlora"], root)
+    assert "load_in_fp8" not in peers.calls["load"]
+    assert peers.calls["load"]["load_in_4bit"] is True
+
+
+def test_unsloth_trains_no_weights_held_in_fp8(peers, root):
+    with pytest.raises(ValueError, match=r"'off\+fp8' holds frozen weights in fp8"):
+        _run_unsloth("off+fp8", FULL, root)
+
+
 def test_unsloth_leaves_no_layers_out_where_all_weights_are_trained(peers, root):
     with pytest.raises(ValueError, match="'skip-max' leaves layers out by an option of get_peft_model"):
         _run_unsloth("skip-max", FULL, root)

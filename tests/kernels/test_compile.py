@@ -40,11 +40,12 @@ pytestmark = [pytest.mark.covering, pytest.mark.slow(2)]
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 KERNELS = Path(importlib.import_module("lightning_fastft.kernels").__file__).parent
-# Compute capability and dtype: each dtype in every run, other GPUs in the lane of faults.
+# Compute capability and dtype. Every run takes each GPU once in each test, the lane of faults all combinations.
 GPUS = pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [(80, FP16), (86, FP32), (90, BF16)]
-    + [pytest.param(*gpu, marks=pytest.mark.fault) for gpu in ((89, FP16), (100, BF16), (120, BF16))],
+    ("capability", "dtype"), [(80, FP16), (86, FP32), (89, FP16), (90, BF16), (100, BF16), (120, BF16)]
+)
+ALIGNMENTS = pytest.mark.parametrize(
+    ("is_aligned", "has_more"), thinned((False, True), (False, True), keep=lambda one, other: one == other)
 )
 
 
@@ -70,12 +71,38 @@ def test_every_kernel_is_compiled_here():
     assert missing == set(), "write these tests in this file"
 
 
+def capabilities_of(test):
+    """Return the compute capabilities for which a test compiles in every run; each case compiles every kernel."""
+    ((_, cases),) = [m.args for m in test.pytestmark if m.name == "parametrize" and "capability" in m.args[0]]
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    params = [row if hasattr(row, "marks") else pytest.param(*row) for row in rows]
+    return {param.values[0] for param in params if not param.marks}
+
+
+# Tests of kernels that the test of their folder leaves out, and tests of casts to e4m3.
+PARTS, E4M3 = ("8bit_adamw_step", "quantised_expert_gate"), ("fp8_linear", "quantised_expert_gate")
+
+
+@pytest.mark.parametrize("name", [*sorted(path.parent.name for path in KERNELS.glob("*/triton.py")), *PARTS])
+def test_every_kernel_is_compiled_for_every_gpu(name):
+    tests = [test for title, test in globals().items() if title in (f"test_{name}", f"test_small_{name}")]
+    found = set().union(*map(capabilities_of, tests))
+    assert found == set(SHARED_KIB) - ({80, 86} if name in E4M3 else set())
+
+
 @GPUS
-@pytest.mark.parametrize("is_8bit", [False, True])
-@pytest.mark.parametrize(
-    ("is_aligned", "has_more"), thinned((False, True), (False, True), keep=lambda one, other: one == other)
-)
-def test_adamw_step(capability, dtype, is_8bit, is_aligned, has_more):
+@ALIGNMENTS
+def test_adamw_step(capability, dtype, is_aligned, has_more):
+    compile_adamw_step(capability, dtype, is_8bit=False, is_aligned=is_aligned, has_more=has_more)
+
+
+@GPUS
+@ALIGNMENTS
+def test_8bit_adamw_step(capability, dtype, is_aligned, has_more):
+    compile_adamw_step(capability, dtype, is_8bit=True, is_aligned=is_aligned, has_more=has_more)
+
+
+def compile_adamw_step(capability, dtype, *, is_8bit, is_aligned, has_more):
     module, cases = module_of("adamw_step"), eight_bit_cases if is_8bit else adamw_cases
     combinations = [each for each in cases.COMBINATIONS if each[1] is dtype]
     table = cases.make_table(
@@ -157,14 +184,24 @@ def test_cross_entropy(capability, dtype, num_columns, softcap, gradient_factor,
     + [pytest.param(gpu, BF16, marks=pytest.mark.fault) for gpu in (100, 120)],
 )
 def test_delta_inputs(capability, dtype, form):
+    compile_delta_inputs(capability, dtype, form)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, FP16), (86, FP16), (89, FP16), (100, BF16), (120, BF16)])
+def test_small_delta_inputs(capability, dtype):
+    compile_delta_inputs(capability, dtype, DeltaForm(16, 32, 16, 16))
+
+
+def compile_delta_inputs(capability, dtype, form):
     module = module_of("delta_inputs")
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    rows, parameters = empty(64, form.num_columns), DeltaParameters(empty(8192, 4), *[empty(32, dtype=FP32)] * 2)
+    rows = empty(64, form.num_columns)
+    parameters = DeltaParameters(empty(form.num_channels, 4), *[empty(32, dtype=FP32)] * 2)
     position = empty(64, dtype=torch.int64)
-    heads = [empty(64, 16, 128), empty(64, 16, 128), empty(64, 32, 128)]
+    heads = [empty(64, 16, form.key_width), empty(64, 16, form.key_width), empty(64, 32, form.value_width)]
     gradients = DeltaInputs(*heads, *[empty(64, 32, dtype=FP32)] * 2)
 
     def launch():
@@ -214,7 +251,7 @@ def test_expert_gate(capability, dtype, activation, is_interleaved, num_ranks):
 # GPUs that have e4m3.
 FP8_GPUS = pytest.mark.parametrize(
     ("capability", "dtype"),
-    [(89, FP16), (90, BF16)] + [pytest.param(*gpu, marks=pytest.mark.fault) for gpu in ((100, FP32), (120, BF16))],
+    [(89, FP16), (90, BF16), (100, FP32), (120, BF16)],
 )
 
 
@@ -361,7 +398,7 @@ def test_grouped_mm(capability, dtype, num_rows, num_inputs, num_outputs, rank, 
         assert is_compensated == (dtype is FP32 and name != "_add_to_rows_kernel"), name
 
 
-@pytest.mark.parametrize("capability", [90, *(pytest.param(gpu, marks=pytest.mark.fault) for gpu in (89, 100, 120))])
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
 @pytest.mark.parametrize("rows_per_expert", [64, 512])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2048, 1536), (768, 2048), (2880, 5760), (16, 16)])
 @pytest.mark.parametrize("rank", [0, 16])
@@ -506,23 +543,44 @@ def test_nf4_linear(capability, dtype, num_weights, is_nested):
     "form",
     [
         RopeForm(32, 8, 128, has_norm=True),
-        RopeForm(32, 2, 128, rotary_width=64, is_interleaved=True),
         RopeForm(16, 4, 256, rotary_width=64, has_norm=True, is_weight_wide=True, has_gate=True),
         RopeForm(3, 1, 96, rotary_width=72, has_norm=True, is_interleaved=True),
         # Other widths, more heads, and other combinations.
         *(
             pytest.param(form, marks=pytest.mark.fault)
             for form in (
-                RopeForm(14, 2, 80),
                 RopeForm(20, 4, 128, is_interleaved=True, has_norm=True, is_weight_wide=True),
                 RopeForm(96, 8, 128, rotary_width=64, has_norm=True),
-                RopeForm(14, 2, 192),
             )
         ),
     ],
 )
 @pytest.mark.parametrize("has_shares", [False, True])
 def test_qk_rope(capability, dtype, form, has_shares):
+    compile_qk_rope(capability, dtype, form, has_shares)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [(90, BF16)]
+    + [
+        pytest.param(*gpu, marks=pytest.mark.fault)
+        for gpu in ((80, FP16), (86, FP32), (89, FP16), (100, BF16), (120, BF16))
+    ],
+)
+@pytest.mark.parametrize(
+    "form",
+    [
+        RopeForm(32, 2, 128, rotary_width=64, is_interleaved=True),
+        *(pytest.param(form, marks=pytest.mark.fault) for form in (RopeForm(14, 2, 80), RopeForm(14, 2, 192))),
+    ],
+)
+@pytest.mark.parametrize("has_shares", [False, True])
+def test_qk_rope_without_norms(capability, dtype, form, has_shares):
+    compile_qk_rope(capability, dtype, form, has_shares)
+
+
+def compile_qk_rope(capability, dtype, form, has_shares):
     module = module_of("qk_rope")
     _, _, *others = rope_cases.make_inputs(64, form._replace(has_gate=False), dtype)
     raw, rope = torch.empty(64, form.num_columns, dtype=dtype), Rope(*others, form)
@@ -539,10 +597,22 @@ def test_qk_rope(capability, dtype, form, has_shares):
     assert compiled.keys() == kernel_names(module) - (set() if form.has_norm else {"_add_partials_kernel"})
 
 
-# Chosen on Hopper only, so other GPUs are in the lane of faults.
+# Chosen on Hopper only: for other GPUs every run compiles smaller tiles, the lane of faults these.
 @pytest.mark.parametrize("capability", [90, *(pytest.param(gpu, marks=pytest.mark.fault) for gpu in (80, 86, 89, 100))])
 @pytest.mark.parametrize(("width", "window"), [(64, 128), (128, None)])
 def test_attention(capability, width, window):
+    compile_attention(capability, width, window)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
+def test_small_attention(capability):
+    module = module_of("attention")
+    names = ("FORWARD_TILES", "QUERY_GRAD_TILES", "KEY_GRAD_TILES")
+    with mock.patch.multiple(module, **{name: {64: module.Tiles(16, 16, 4, 1)} for name in names}):
+        compile_attention(capability, 64, None)
+
+
+def compile_attention(capability, width, window):
     module, num_tokens = module_of("attention"), 300
     q, k, d_out = (torch.empty(num_tokens, num, width, dtype=BF16) for num in (8, 2, 8))
     documents = module.Documents(torch.empty(4, dtype=torch.int32), torch.empty(num_tokens, dtype=torch.int32))
@@ -594,9 +664,18 @@ def test_rms_norm(capability, dtype, num_columns, is_set):
     ],
 )
 def test_state_scan(capability, dtype, num_states, width):
+    compile_state_scan(capability, dtype, num_states, width)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
+def test_small_state_scan(capability):
+    compile_state_scan(capability, BF16, 16, 16, chunk_tokens=16)
+
+
+def compile_state_scan(capability, dtype, num_states, width, *, chunk_tokens=64):
     module, lengths = module_of("state_scan"), (64, 130)
     *inputs, _ = scan_cases.make_inputs(lengths, heads=128, width=width, groups=8, states=num_states, dtype=dtype)
-    chunks = scan_cases.make_chunks(lengths, 64)
+    chunks = scan_cases.make_chunks(lengths, chunk_tokens)
     skip = torch.empty(128)
 
     def launch():

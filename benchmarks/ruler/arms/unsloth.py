@@ -2,8 +2,9 @@
 
 Modes: "unsloth" (its default checkpointing with offload), "off" (no checkpointing), "skip-auto" and "skip-max" (its
 default, with layers skipped by its planner), each with "+paddedN" for models that it never packs: length-grouped
-batches of N documents, padded at the right (benchmarks/ruler/arms/padded.py). Full fine-tuning follows its
-documentation, full_finetuning=True without get_peft_model, and has the first two modes.
+batches of N documents, padded at the right (benchmarks/ruler/arms/padded.py). "+fp8" at the end of a mode loads the
+base in fp8, load_in_fp8=True, in place of NF4 or bf16. Full fine-tuning follows its documentation,
+full_finetuning=True without get_peft_model, and has the first two modes.
 """
 
 from __future__ import annotations
@@ -50,21 +51,25 @@ def run(
     """Run cases of one mode on one trainer."""
     from trl import SFTConfig, SFTTrainer
 
-    name, batch_size = parse_unsloth_mode(cases[0].mode)
+    name, batch_size = parse_unsloth_mode(cases[0].mode.removesuffix("+fp8"))
+    is_fp8 = cases[0].mode.endswith("+fp8")
     workload, is_cuda, mode = files.workload, device == "cuda", MODES[name]
     if workload.is_full and "checkpoint_skip_layers" in mode:
         raise ValueError(
             f"{cases[0].mode!r} leaves layers out by an option of get_peft_model, which is not called where all "
             "weights are trained."
         )
+    if workload.is_full and is_fp8:
+        raise ValueError(f"{cases[0].mode!r} holds frozen weights in fp8, and this workload trains all weights.")
     if workload.is_hybrid:
         install_fla_gradient()
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(files.model),
         max_seq_length=workload.max_tokens,
-        load_in_4bit=workload.quantization is not None,
+        load_in_4bit=workload.quantization is not None and not is_fp8,
         dtype=base_dtype(is_cuda=is_cuda),
         local_files_only=True,
+        **({"load_in_fp8": True} if is_fp8 else {}),
         **({"full_finetuning": True, **mode} if workload.is_full else {}),
     )
     arguments = {**sft.training_arguments(cases[0], files=files, is_cuda=is_cuda), "packing": not batch_size}
