@@ -227,7 +227,7 @@ def find_unfinished(rows: Sequence[Mapping[str, Any]], settings: Sequence[tuple[
 
 def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, ...]], device: str) -> list[str]:
     """Return ours against every peer in tokens/s and memory, best against best and default against default; first with
-    equal moments, if both widths were measured.
+    equal moments, if both widths were measured. A base in fp8 is an approximation and is compared with another one only.
 
     A system with a setting that is still to be measured has no best setting yet and gets no ratio. There are no ratios
     without a passed A/A control, and none on a CPU, where ours keeps the activations that others recompute.
@@ -242,14 +242,16 @@ def ratios(rows: Sequence[Mapping[str, Any]], *, settings: Sequence[tuple[str, .
     timed = [row for row in rows if not row["reason"] and not row["repeat"]]
     unfinished = {system_of(setting) for setting in find_unfinished(rows, settings) if not setting["repeat"]}
     lines = []
-    widths = sorted({width_of(row) for row in timed}, reverse=True)
+    exact, approximate = ([row for row in timed if ("fp8" in row["mode"]) == is_fp8] for is_fp8 in (False, True))
+    widths = sorted({width_of(row) for row in exact}, reverse=True)
     for name, chosen in (
         *(
-            (f"{width} moments", [row for row in timed if width_of(row) == width])
+            (f"{width} moments", [row for row in exact if width_of(row) == width])
             for width in widths
             if len(widths) > 1
         ),
-        ("best against best", timed),
+        ("best against best", exact),
+        ("fp8 against fp8", approximate),
         ("default against default", [row for row in timed if is_default(row, device=device)]),
     ):
         ours = [row for row in chosen if system_of(row) == "ours"]

@@ -184,6 +184,21 @@ def test_ratios_of_a_row_compare_equal_moments_first():
     assert find_unfinished(rows[1:], settings) == [{"system": "ours", "mode": "keep+fused", "repeat": ""}]
 
 
+def test_a_base_in_fp8_is_compared_with_another_one_only():
+    own, other = ("ours", "keep+fused+fp8"), ("unsloth", "off+fp8")
+    records = [
+        *pairs_of(OURS, 100.0, 100.0), *pairs_of(OURS, 100.0, 100.0, repeat=CONTROL), *pairs_of(own, 60.0, 60.0),
+        *pairs_of(UNSLOTH, 150.0, 150.0), *pairs_of(other, 120.0, 120.0),
+    ]  # fmt: skip
+    found = [
+        line.split(" in ")[0] for line in ratios(pool(records), settings=[OURS, own, UNSLOTH, other], device="cuda")
+    ]
+    assert found == [
+        "best against best: ours keep+fused 1.50x unsloth off",
+        "fp8 against fp8: ours keep+fused+fp8 2.00x unsloth off+fp8",
+    ]
+
+
 GRAPHS = ("ours", "keep+graphs")
 
 
