@@ -82,9 +82,9 @@ def install_packed_training(
 
     Raises:
         UnsupportedModelError: A family or an adapter cannot be packed exactly, or a model's weights are in a format
-            without a backward; nothing was changed.
+            without a backward.
         OptionError: The models recompute activations already, and the policy is "keep"; or torch.compile compiles a
-            whole model, and the policy offloads.
+            whole model, and the policy offloads. After either error, undoing the patcher restores everything.
 
     Cost:
         Host work once per run; no device work.

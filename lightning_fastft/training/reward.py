@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from lightning_fastft.patches.head import LazyLogits
+    from lightning_fastft.patches.lazy_logits import LazyLogits
 
 HEAD = "score"
 # The head in a file of adapters, and the modules that PEFT adds to modules_to_save for a sequence or token classifier.

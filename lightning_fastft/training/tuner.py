@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from lightning_fastft.patches.head import LazyLogits
+    from lightning_fastft.patches.lazy_logits import LazyLogits
 
 ReadT = TypeVar("ReadT")
 

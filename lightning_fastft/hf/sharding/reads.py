@@ -59,11 +59,6 @@ class Read:
         self.target, self._converter = target, converter
         self.stored: list[Stored] = []
 
-    @property
-    def is_converted(self) -> bool:
-        """Whether the stored tensors differ from the model's in more than their names."""
-        return self._converter is not None
-
     def run(self, load: Callable[[Stored], torch.Tensor], *, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return the tensors of the model by name."""
         if self._converter is None:

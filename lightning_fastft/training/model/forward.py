@@ -15,7 +15,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import BatchContext
 
 if TYPE_CHECKING:
-    from lightning_fastft.patches.head import LazyLogits
+    from lightning_fastft.patches.lazy_logits import LazyLogits
 
 ReadT = TypeVar("ReadT")
 
