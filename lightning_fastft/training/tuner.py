@@ -153,6 +153,8 @@ class Tuner(EvaluatedCausalLM):
         """Start at the beginning of the schedule; a checkpoint is restored later."""
         super().setup(stage)
         self._steps_ahead = 0.0
+        # Another run may install another head.
+        self._checked_models.clear()
 
     @property
     def hparams_initial(self) -> AttributeDict:
