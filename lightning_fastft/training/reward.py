@@ -228,7 +228,7 @@ class RewardTuner(Tuner):
             self._keep_last_token(Path(folder))
 
     def _keep_last_token(self, folder: Path) -> None:
-        """Let a saved classifier, which reads the last token that is no padding, read the one that was trained; warn
+        """Let a saved classifier, which reads the last token that is not padding, read the one that was trained; warn
         where it does not.
         """
         if self.read == "mean":

@@ -204,7 +204,7 @@ class Tuner(EvaluatedCausalLM):
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of the labelled tokens of each document, shape (S,), in the order of the pack.
 
-        ``batch.numbers`` are the numbers of the documents in their data set. The pad tail is no document.
+        ``batch.numbers`` are the numbers of the documents in their data set. The pad tail is not one of them.
         """
         return sum_per_document(self._read_log_probs(batch), batch.context)
 
