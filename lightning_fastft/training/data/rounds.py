@@ -153,7 +153,7 @@ def check_rollout_tuner(tuner: PolicyTuner | DistillationTuner, *, has_rewards: 
                 "to PackedDataModule."
             )
         if has_rewards:
-            raise OptionError("A DistillationTuner learns from its teacher, without rewards: leave rewards out.")
+            raise OptionError("A DistillationTuner learns from its teacher, without rewards: remove rewards.")
         return
     if not has_rewards:
         raise OptionError(

@@ -156,7 +156,7 @@ class HeldState(torch.optim.Optimizer):
         return self.master_weights and param.dtype is torch.bfloat16
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch.optim.AdamW does, with counts that leave skipped steps out.
+        """Return the state as torch.optim.AdamW does, with counts that exclude skipped steps.
 
         Cost:
             One host sync where steps were guarded, or where moments are on the host.
