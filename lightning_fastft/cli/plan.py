@@ -131,7 +131,7 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
     """Return the plan for one GPU, and the speed of recomputing all and keeping all."""
     assert model.source is not None
     gpu, num_parts = options.gpu, getattr(trainer.strategy, "context_parallel", 1)
-    # Each device computes the rows of its part, and of attention the heads that are its share.
+    # Each device computes the rows of its part, and in attention its share of the heads.
     num_tokens = -(-max_tokens // num_parts)
     cost_options = _cost_options(model, trainer, document_tokens=options.document_tokens)
     plan_in = functools.partial(_plan_in_tiles, options, model.source, cost_options, num_tokens=num_tokens)
