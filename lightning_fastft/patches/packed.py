@@ -29,7 +29,7 @@ from lightning_fastft.hf.families import (
     find_compiled,
     find_other_models,
 )
-from lightning_fastft.hf.loading.packed_weights import refuse_forward_only
+from lightning_fastft.hf.loading.quantised_files import refuse_forward_only
 from lightning_fastft.hf.lora_refusals import refuse_invoked_adapters
 from lightning_fastft.hf.sharding.gathered import gathered_weights
 from lightning_fastft.mixers.install import install_mixers

@@ -314,7 +314,7 @@ def _open_adapters(request: Request) -> Opened:
     """Build the base model of a PEFT folder and add the adapters."""
     from lightning_fastft.hf.export import open_adapters, read_base_name
     from lightning_fastft.hf.generation import add_stop, read_stops
-    from lightning_fastft.hf.loading.packed_weights import quantization_method
+    from lightning_fastft.hf.loading.quantised_files import quantization_method
     from lightning_fastft.hf.loading.source import read_stop_ids
     from lightning_fastft.training.fine_tuner import FineTuner
 

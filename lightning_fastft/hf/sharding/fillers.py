@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lightning_fastft.hf.dtypes import default_dtype, find_wide_names, seeded
 from lightning_fastft.hf.loading.finite_weights import largest_magnitude, refuse_not_finite
 from lightning_fastft.hf.loading.model import build_model
-from lightning_fastft.hf.loading.packed_weights import without_quantization
+from lightning_fastft.hf.loading.quantised_files import without_quantization
 from lightning_fastft.hf.loading.source import ModelSource, auto_class
 from lightning_fastft.hf.sharding.reads import Read, Stored, find_reads
 

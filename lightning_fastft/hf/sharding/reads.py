@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from lightning_fastft.hf.loading.packed_weights import (
+from lightning_fastft.hf.loading.quantised_files import (
     check_scales,
     dequantised_format,
     dequantising,
