@@ -28,7 +28,7 @@ _MAX_NOTCHES = 5
 
 
 class StackOptions(NamedTuple):
-    """Options of a stack; the arguments of OffloadCheckpointing."""
+    """Options of a stack: those of OffloadCheckpointing, and is_serial for benchmarks (copies do not overlap)."""
 
     policy: str
     vram_budget_bytes: int | None

@@ -122,8 +122,9 @@ class SegmentStack(PlannedStack):
     def step_down(self) -> bool:
         """Reduce the memory use after the device ran out of memory; return whether that is possible.
 
-        Plan again with a budget smaller by 10 %. Before the first plan, stream frozen weights and measure again; if
-        they have moved already or cannot move, measure without a kept layer; then run feed-forward blocks in tiles.
+        Plan again for 10 % less memory than the last plan. Before the first plan, stream frozen weights and measure
+        again; if they have moved already or cannot move, measure without a kept layer; then run feed-forward blocks in
+        tiles.
         """
         is_keeping = self.measurement.is_keeping
         if self.can_stream and self._stream_and_measure_again():

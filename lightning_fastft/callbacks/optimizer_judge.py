@@ -31,7 +31,7 @@ class OptimizerJudge:
         is_allowed: Whether a tensor of that name may have no gradient.
         is_automatic: Whether Lightning runs the backward, so that a step without one was skipped.
         is_tower: Whether the tensors belong to image towers. The owner then sets ``has_labels`` only for windows with
-            images, and a run without images is no error.
+            images, and a run without images is not an error.
         is_sharded: Whether ranks hold shards. They combine what they saw, so all of them must judge the same steps:
             those without labels count too.
 
@@ -187,7 +187,7 @@ class OptimizerJudge:
     def _read(self, arrived: Sequence[tuple[Any, torch.Tensor]]) -> None:
         for (num_judged, num_steps), seen_3P in arrived:
             self._last = seen_3P
-            # This copy has arrived on the host, so reading it is no host sync.
+            # This copy has arrived on the host, so reading it is not a host sync.
             broken = [name for name, is_broken in zip(self.names, seen_3P[1].tolist()) if is_broken]
             if broken:
                 raise NotTrainingError(

@@ -220,7 +220,7 @@ def as_one_file(path: Path) -> Iterator[BinaryIO]:
     """Yield an open temporary file with what ``read_folder`` returns.
 
     Raises:
-        OptionError: The folder is no checkpoint.
+        OptionError: The folder is not a checkpoint.
     """
     if not (path / METADATA).is_file():
         raise OptionError(

@@ -250,7 +250,7 @@ def _describe_rates(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) ->
 def _describe_scheduler_options(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
     """Return a line per argument of the class of a scheduler whose values in both states differ."""
     own = scheduler.state_dict()
-    # Where a metric comes from is no part of a schedule, and its progress no option.
+    # Where a metric comes from is not part of a schedule, and its progress is not an option.
     arguments = inspect.signature(type(scheduler)).parameters.keys() - {
         "last_epoch",
         "monitor",

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from lightning_fastft.hf.loading.source import ModelSource
 
-# Default document length in tokens.
 DEFAULT_DOCUMENT_TOKENS = 1024
 DEFAULT_HOST_GIB = 64.0
 _GIB = 2**30
@@ -73,14 +72,14 @@ def run_plan(words: Sequence[str]) -> int:
     Args:
         words: Arguments of ``fastft fit``, and ``--gpu NAME`` (default: the local GPU), ``--vram-gib N`` (the
             ``vram_budget`` of the run; default: the config's, else model, optimizer and 90 % of the rest), ``--host-gib
-            N`` (default: ``host_budget`` of the config, else 64) and ``--document-tokens N`` (average length of the
-            document of a token; 1,024). With ``--gpus N`` a table of
-            strategies on a cluster instead: ``--nodes`` (1), ``--node-link`` and ``--network`` (``make_cluster``), and
-            ``--step-ms``, the measured time of a pack on one GPU.
+            N`` (default: ``host_budget`` of the config, else 64) and ``--document-tokens N`` (length of the whole
+            document of a token, averaged over tokens; 1,024). ``--gpus N`` prints a table of strategies on a cluster
+            instead, with ``--nodes`` (1), ``--node-link`` and ``--network`` (``make_cluster``), and ``--step-ms``, the
+            measured time of a pack on one GPU.
 
     Raises:
         OptionError: There is no local GPU and none is named, the GPU is too small, the model of the config is not a
-            tuner of this package, or a second model is held beside it.
+            tuner of this package, or the run holds a second model.
     """
     options, words = _read_options(words)
     cli = FastFTCLI(words, run=False)
@@ -132,7 +131,7 @@ def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens
     """Return the plan for one GPU, and the speed of recomputing all and keeping all."""
     assert model.source is not None
     gpu, num_parts = options.gpu, getattr(trainer.strategy, "context_parallel", 1)
-    # Each device computes the rows of its part, and of attention the heads that are its share.
+    # Each device computes the rows of its part, and in attention its share of the heads.
     num_tokens = -(-max_tokens // num_parts)
     cost_options = _cost_options(model, trainer, document_tokens=options.document_tokens)
     plan_in = functools.partial(_plan_in_tiles, options, model.source, cost_options, num_tokens=num_tokens)

@@ -36,7 +36,7 @@ def run_push(words: Sequence[str]) -> int:
             ``--base``, ``--tokenizer``, ``--device`` and ``--accept-other-base`` as for export.
 
     Raises:
-        OptionError: A value is not allowed, nobody is logged in, or the repository is public or holds another model.
+        OptionError: A value is not allowed, there is no login, or the repository is public or holds another model.
         FastFTError: The upload failed.
     """
     args = _parse_args(words)
@@ -180,11 +180,12 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     _check_repository(given.repository)
     given.title = given.repository.rpartition("/")[2]
     source = check_source(given.source)
+    # A run of fastft_fsdp writes a checkpoint as a folder with meta.pt.
     has = {name: (source / name).is_file() for name in ("meta.pt", "adapter_config.json", "config.json")}
     if source.is_dir() and not any(has.values()):
-        raise OptionError(f"{source} has no adapter_config.json and no config.json: it is no model's folder.")
-    # A run of fastft_fsdp writes a checkpoint as a folder with meta.pt.
+        raise OptionError(f"{source} has no adapter_config.json and no config.json: it is not the folder of a model.")
     if source.is_dir():
+        # Refuses a damaged configuration.
         read_task(source)
     given.is_as_it_is = source.is_dir() and not has["meta.pt"] and not given.merge
     if given.is_as_it_is and (idle := [f"--{name.replace('_', '-')}" for name in _BUILDING if getattr(given, name)]):
@@ -197,7 +198,7 @@ def _parse_args(words: Sequence[str]) -> Namespace:
 
 
 def _check_login() -> None:
-    """Raise if nobody is logged in, before a checkpoint is exported for minutes."""
+    """Raise without a login, before a checkpoint is exported for minutes."""
     from huggingface_hub import get_token
 
     if get_token() is None:

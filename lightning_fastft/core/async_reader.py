@@ -1,4 +1,4 @@
-"""Read values of the device after they are there: copies into pinned memory that nobody waits for."""
+"""Read values of the device late: they are copied to pinned memory, and no step waits for the copy."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ _CUDNN_RATES = ((2048, 291, 236), (8192, 438, 489), (32_768, 556, 503))
 _NARROW_HEAD_SHARE = 84 / 133
 # Dequantisation by bitsandbytes: 13.2 G weights twice in 32 ms, 2.5 bytes each, relative to 4.3 TB/s.
 _BITSANDBYTES_SHARE = 0.48
-# Kernels that are no products, relative to 4.3 TB/s: row_kernels in benchmarks/results.csv (2.8 to 4.0 TB/s), and eager
-# element-wise operators, fitted to Qwen3-14B QLoRA with all activations kept (1,234 ms).
+# Kernels that are not products, relative to 4.3 TB/s: row_kernels in benchmarks/results.csv (2.8 to 4.0 TB/s), and
+# eager element-wise operators, fitted to Qwen3-14B QLoRA with all activations kept (1,234 ms).
 _ROWS_SHARE = 0.8
 # Products with the rows scaled to fp8, relative to bf16: 1,281 and 778 TFLOP/s for 8,192 x 17,408 x 5,120.
 _FP8_SPEEDUP = 1281 / 778

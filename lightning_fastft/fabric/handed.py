@@ -32,7 +32,7 @@ class Handed:
 
     @property
     def batch(self) -> Any:
-        """The batch; None if nobody has it any more."""
+        """The batch; None if it is no longer referenced."""
         return self._batch if self._weak is None else self._weak()
 
     def loosen(self) -> None:

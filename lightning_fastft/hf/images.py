@@ -208,7 +208,7 @@ def find_config(module: nn.Module | None, *, name: object) -> PretrainedConfig:
 
     Raises:
         OptionError: No configuration is found.
-        UnsupportedModelError: The module holds a model that is no causal language model.
+        UnsupportedModelError: The module holds a model that is not a causal language model.
     """
     from lightning_fastft.hf.families import find_causal_models, find_other_models
     from lightning_fastft.hf.loading.source import ModelSource

@@ -256,8 +256,8 @@ def _check_fields(lora: LoraConfig) -> LoraConfig:
 
 
 def _check_types(lora: LoraConfig) -> None:
-    """Raise on values that PEFT takes as true because they are not empty, names and ids that are no list, and adapters
-    that are not trained.
+    """Raise on values that PEFT takes as true because they are not empty, names and ids that are not a list, and
+    adapters that are not trained.
     """
     for name in _FLAGS:
         value = getattr(lora, name, None)

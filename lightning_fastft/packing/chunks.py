@@ -33,7 +33,7 @@ def build_chunks(lengths: Sequence[int], start_S1: torch.Tensor, size: int) -> C
     """Return the chunks of documents, on the device of start_S1, without a host sync."""
     counts = [-(-length // size) for length in lengths]
     index = [(document, chunk) for document, count in enumerate(counts) for chunk in range(count)]
-    # The sources are pageable memory, which the driver stages, so this is no host sync.
+    # The sources are pageable memory, which the driver stages, so this is not a host sync.
     first_S1, index_C2 = (
         torch.tensor(values, dtype=torch.int32).to(start_S1.device, non_blocking=True)
         for values in ([0, *accumulate(counts)], index)

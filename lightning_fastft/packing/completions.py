@@ -79,7 +79,7 @@ class Completions:
         self.score_C = torch.as_tensor(scores, dtype=torch.float32)
         self.length_G = torch.as_tensor(num_completions, dtype=torch.int64)
         self.log_prob_R = log_prob_R
-        # Log-probabilities before the first of several updates from the same completions; set by who updates.
+        # Log-probabilities before the first of several updates from the same completions; for RolloutDataModule.
         self.old_log_prob_R: torch.Tensor | None = None
 
     _TENSORS = (

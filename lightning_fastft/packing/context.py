@@ -67,8 +67,8 @@ class BatchContext:
         num_labelled: Rows that predict a label.
         labelled_row_R: These rows, one before each label, then zeros up to a multiple of 128; shape (R,), int64.
         labelled_target_R: The label that each of them predicts, then -100; shape (R,), int64.
-        reads: Reads by attention layers and mixers, by backend (Counter). It is the only record of a step here, because
-            a layer sees no more of the step: also in recomputation, in a replayed graph and under a foreign strategy.
+        reads: Reads by attention layers and mixers, by backend (Counter). They are counted here because a layer sees no
+            more of the step: also in recomputation, in a replayed graph and under a foreign strategy.
         num_builds: Masks and offsets that were built, by kind (Counter).
         attention_backend: Backend of attention (str); "auto" picks by device, head shape and longest document.
         output_logits: Whether loss heads return full logits (bool).
@@ -97,7 +97,7 @@ class BatchContext:
 
     _DEVICE_TENSORS = ("start_S1", "document_T", "position_T", "label_T", "labelled_row_R", "labelled_target_R")
 
-    # Settings of the step; the values here are the defaults.
+    # Set after construction; these are the defaults.
     attention_backend: str = "auto"
     output_logits: bool = False
     objective: Callable[[Any], torch.Tensor] | None = None

@@ -258,7 +258,7 @@ def decode_image(image: ImageFile) -> Image:
 
     Raises:
         MissingDependencyError: Pillow is not installed.
-        RowRejectedError: The bytes are no image, or its values have no known range.
+        RowRejectedError: The bytes are not an image, or its values have no known range.
         DataError: The file changed since the data was tokenised.
 
     Cost:

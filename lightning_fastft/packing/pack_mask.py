@@ -1,4 +1,4 @@
-"""PackMask: the attention mask of a packed batch, which refuses a transformers model that nobody prepared."""
+"""PackMask: the attention mask of a packed batch, which refuses a transformers model without packed attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_fastft.packing.context import BatchContext
 
 _MASK_BUILDERS = "transformers.masking_utils"
 _TRACER = "torch._dynamo.variables."
-# Methods whose result is the same mask. They, and whatever returns no tensor, are no reading.
+# Methods whose result is the same mask. They do not count as reading it; nor do functions that return no tensor.
 _COPIES = frozenset(
     [
         "__getitem__",
@@ -81,7 +81,7 @@ class PackMask(torch.Tensor):
         return PackMask.of(self.as_subclass(torch.Tensor).clone(), copy.deepcopy(self.context, memo))
 
     @classmethod
-    # Operations on the mask run outside of compiled graphs, where no caller would be seen.
+    # Operations on the mask run outside of compiled graphs, in which the caller is not visible.
     @torch.compiler.disable
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,13 +100,13 @@ class PackMask(torch.Tensor):
             return result
         if getattr(func, "__name__", "") in _COPIES and result.numel() == mask.numel():
             return PackMask.of(result, mask.context)
-        # One document alone has no other to see.
+        # A single document cannot see another one.
         if mask.context.lengths[0] == mask.context.whole.num_real_tokens:
             return result
         reader = _find_reader()
         if reader == _MASK_BUILDERS or (reader.startswith("transformers") and mask.context.num_reads == 0):
             raise ContextError(
-                "A transformers model built its attention mask from a packed batch, so nobody prepared it and the "
+                "A transformers model without packed attention built its mask from a packed batch, so the "
                 'documents of the batch would see each other. Train it with Trainer(strategy="fastft") or '
                 "Trainer(callbacks=[PackedTraining()]), or in a loop of your own with FastFTFabric; a model without "
                 'recurrent layers may also be loaded with attn_implementation="fastft" after '

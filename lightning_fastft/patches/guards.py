@@ -29,8 +29,8 @@ def install_guards(model: PreTrainedModel, patcher: ModelPatcher) -> ReadGuard:
     """Check each forward of a model on a packed batch.
 
     Every attention layer and mixer must read the context. Images must have M-RoPE positions if the model uses them, and
-    a model of text gets none. No attention scale may depend on positions in the pack. A mask of the caller's own hides
-    no token of a document.
+    a text model must get no images. No attention scale may depend on positions in the pack. A mask of the caller's own
+    must not hide a token of a document.
 
     Returns:
         The guard that counts context reads.
@@ -117,7 +117,7 @@ class ReadGuard:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[list[int]]:
-        """Count reads without a check; yield a list whose last item is the reads of the last forward with a context."""
+        """Count reads without a check; yield a list of one number, set at the end: the reads of the last forward."""
         expected, self._num_expected, self._num_last = self._num_expected, 0, 0
         counted = [0]
         try:
@@ -210,7 +210,7 @@ def _takes_media(model: PreTrainedModel) -> bool:
 
 
 def _refuse_unread_media(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise on images, videos and audio, in a forward pre-hook of a model of text, which drops unknown keywords."""
+    """Raise on images, videos and audio, in a forward pre-hook of a text model, which drops unknown keywords."""
     media = [name for name, value in kwargs.items() if value is not None and name.startswith(_MEDIA_KEYWORDS)]
     if media and isinstance(kwargs.get("context"), BatchContext):
         raise UnsupportedModelError(

@@ -115,12 +115,13 @@ def install_host_head(
 ) -> HostHead:
     """Move the weight of the output layer to the host; each pass copies it to the device for its head.
 
-    The parameter is treated as that of the embedding. Call ``prefetch`` when the last decoder layer begins, so that
-    the copy runs beside it; a head without a prefetched copy waits for its own. The arguments are those of
-    ``install_host_embedding``.
+    The parameter is treated like that of the embedding. Call ``prefetch`` in the forwards of the last decoder layers,
+    so that the copy overlaps with them; a head copies the parts that were not prefetched, and waits for them. The
+    arguments are those of ``install_host_embedding``.
 
     Raises:
-        UnsupportedModelError: As for the embedding; likewise HostMemoryError.
+        UnsupportedModelError: As for the embedding.
+        HostMemoryError: As for the embedding.
 
     Cost:
         One copy of the weight, with a host sync. Then V x D values over the bus, and as much device memory, from the
@@ -246,7 +247,7 @@ class _HostMatrix:
         return copy.weight_VD
 
     def drop(self) -> None:
-        """Free a copy that nobody took, as in a tuner without the head; the next one is made on demand."""
+        """Free a copy that no head took, as in a tuner without the head; the next one is made on demand."""
         if self._copy is not None:
             # Compute, which gets its memory next, must not run before the copy has ended.
             self._streams.wait_compute(self._copy.arrived)

@@ -45,9 +45,8 @@ class LazyLogits:
         self.weight = weight
         self.bias = bias
         self.context = context
-        # The loss function sets them in an evaluation without gradients.
-        # Over the labelled tokens: summed negative log-likelihood, hits and number; 0-dim tensors on the device of the
-        # logits, but an int where the context has the number.
+        # Sums over the labelled tokens, set by the loss function without gradients: negative log-likelihood, hits and
+        # number. They are 0-dim tensors on the device of the logits; the number is an int if the context has it.
         self.statistics: tuple[torch.Tensor, torch.Tensor, int | torch.Tensor] | None = None
         # The cross-entropy that the loss function computed, before the model adds auxiliary losses; no graph.
         self.cross_entropy: torch.Tensor | None = None
@@ -82,7 +81,7 @@ class LazyLogits:
         """Return the logits as a tensor, computed on the first call.
 
         Raises:
-            ContextError: They are those of a part of a pack; or the output layer was changed after the forward.
+            ContextError: The logits belong to a part of a pack, or the output layer was changed after the forward.
 
         Cost:
             All rows times the vocabulary, as without this class.
@@ -337,7 +336,7 @@ class LazyLogits:
     def __ne__(self, other: Any) -> Any:
         return self.tensor() != other
 
-    # As of a tensor, whose comparison is not that of a key either.
+    # By identity, like a tensor: == compares elements.
     __hash__ = object.__hash__
 
 

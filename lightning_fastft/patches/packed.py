@@ -29,7 +29,7 @@ from lightning_fastft.hf.families import (
     find_compiled,
     find_other_models,
 )
-from lightning_fastft.hf.loading.packed_weights import refuse_forward_only
+from lightning_fastft.hf.loading.quantised_files import refuse_forward_only
 from lightning_fastft.hf.lora_refusals import refuse_invoked_adapters
 from lightning_fastft.hf.sharding.gathered import gathered_weights
 from lightning_fastft.mixers.install import install_mixers
@@ -82,9 +82,9 @@ def install_packed_training(
 
     Raises:
         UnsupportedModelError: A family or an adapter cannot be packed exactly, or a model's weights are in a format
-            without a backward; nothing was changed.
+            without a backward.
         OptionError: The models recompute activations already, and the policy is "keep"; or torch.compile compiles a
-            whole model, and the policy offloads.
+            whole model, and the policy offloads. After either error, undoing the patcher restores everything.
 
     Cost:
         Host work once per run; no device work.

@@ -102,7 +102,7 @@ class DocumentRotary:
         )
         if num_long in (0, context.num_documents):
             return long() if num_long else short()
-        # From pageable memory, so this is no host sync.
+        # From pageable memory, so this is not a host sync.
         is_long_S = torch.tensor(context.position_lengths).to(x.device, non_blocking=True) > limit
         is_long_T1 = is_long_S[context.document_T][:, None]
         return _map(lambda of_long, of_short: torch.where(is_long_T1, of_long, of_short), long(), short())
@@ -127,7 +127,7 @@ class DocumentRotary:
         spans = [(end - length, end, longest) for length, longest, end in documents if longest > limit]
         if not spans:
             return whole
-        # One small copy for all documents from pageable memory, which the driver stages, so this is no host sync.
+        # One small copy for all documents from pageable memory, which the driver stages, so this is not a host sync.
         table = torch.stack([self._dynamic_inv_freq(longest, layer_type) for _, _, longest in spans]).to(
             x.device, non_blocking=True
         )

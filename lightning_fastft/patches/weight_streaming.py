@@ -70,8 +70,7 @@ def install_weight_streaming(
     if not any(frozen):
         raise OptionError(
             f"weights='stream' needs frozen weights, and every weight in the decoder layers of {type(model).__name__} "
-            "is trained: use LoRA, or "
-            "weights='resident'."
+            "is trained: use LoRA, or weights='resident'."
         )
     _check_not_shared(model, layers, frozen)
     streamer = WeightStreamer(

@@ -46,7 +46,7 @@ class ContextParallelMixin(FastFTStrategyMixin):
         **kwargs: Arguments of the parent strategies.
 
     Raises:
-        OptionError: context_parallel is no number above 0, or attention runs documents one at a time.
+        OptionError: context_parallel is not above 0, or attention runs documents one at a time.
     """
 
     def __init__(self, *, context_parallel: int = 1, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ class ContextParallelMixin(FastFTStrategyMixin):
         """Check the sizes, join the other ranks, and open the mesh.
 
         Raises:
-            OptionError: The number of devices is no multiple of context_parallel.
+            OptionError: The number of devices is not a multiple of context_parallel.
             RendezvousError: The other ranks did not join in time.
         """
         world_size = self._count_devices()

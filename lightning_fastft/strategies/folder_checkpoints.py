@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model: a folder with one file per rank, which a thread writes while training goes on."""
+"""Checkpoints of a sharded model: a folder with one file per rank, which a thread writes during training."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lightning_fastft.core.errors import OptionError
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
-# Numbers of processes: of srun, Open MPI, MPICH or Intel MPI, MVAPICH.
+# Variables with the number of processes of srun, Open MPI, MPICH or Intel MPI, and MVAPICH.
 _SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -51,7 +51,7 @@ def refuse_other_size(environment: ClusterEnvironment, *, num_devices: int, num_
     it starts, or whose ranks are in LOCAL_RANK and NODE_RANK.
 
     Args:
-        environment: Where ranks are read.
+        environment: Source of the ranks.
         num_devices: Devices of a node that the trainer was given.
         num_nodes: Nodes that the trainer was given.
 
@@ -81,7 +81,7 @@ def refuse_other_size(environment: ClusterEnvironment, *, num_devices: int, num_
 
 
 def _count_processes() -> tuple[int, str]:
-    """Return the number of processes that a launcher started for this run, and the variable that has it.
+    """Return the number of processes that a launcher started for this run, and the name of its variable.
 
     It is 1 and "" without a launcher. WORLD_SIZE alone is also set by Lightning for processes that it starts.
     """

@@ -70,8 +70,8 @@ class StepWitness:
 
     def note(self) -> None:
         """Record the version counters after the backward, before the step."""
-        # This runs in every step. So nothing is looked up by tensor, whose hash is slow, and values that are no tensors
-        # are sorted out only after a failed step.
+        # This runs in every step. So nothing is looked up by tensor, whose hash is slow, and values that are not
+        # tensors are sorted out only after a failed step.
         self._values = [param for group in self._optimizer.param_groups for param in group["params"]]
         for values in self._optimizer.state.values():
             self._values += values.values()

@@ -36,7 +36,7 @@ _STREAMED_REMEDY = (
     "module of your own loads them onto the device: use other adapters, load with device_map='cpu', or raise "
     "vram_budget"
 )
-# Of one step: with streamed weights, without a kept layer, and in tiles.
+# A step is repeated with streamed weights, without a kept layer, and in tiles.
 _MOST_REPEATS = 3
 
 
@@ -49,8 +49,7 @@ class StepDownMixin(_Base):
     def _run_or_step_down(self, run_step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         """Run the step; while its forward runs out of memory, reduce the memory use and run it again.
 
-        Frozen weights are streamed, or no layer is kept for measurement, or feed-forward blocks run in tiles, or a plan
-        is made for a budget smaller by 10 %. The batch is the same.
+        ``SegmentStack.step_down`` has the reductions in their order. The batch is the same.
         """
         effect = "No weight was stepped."
         for _ in range(_MOST_REPEATS):

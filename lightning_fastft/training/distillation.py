@@ -89,7 +89,7 @@ class DistillationTuner(Tuner):
     ) -> None:
         super().__init__(model, **options)
         check_second_model("teacher", teacher)
-        # In a tuple, so that a model is no part of this module before it is held.
+        # In a tuple, so that a model is not a submodule before it is held.
         self._teacher = (teacher,)
         check_choice("kind", kind, KINDS)
         self.kind: Kind = kind

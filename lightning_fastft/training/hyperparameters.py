@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.parsing import AttributeDict
 
 
 def to_logged(saved: Mapping[str, Any]) -> AttributeDict:
-    """Return hyperparameters with JSON text for each mapping whose keys are no identifiers, such as paths or patterns.
+    """Return hyperparameters with JSON text for each mapping whose keys are not identifiers, such as paths or patterns.
 
     Loggers make names of the keys of nested mappings, and MLflow refuses many characters in a name.
 

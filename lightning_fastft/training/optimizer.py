@@ -40,12 +40,12 @@ class FusedAdamW(HeldState):
         weight_decay: Decoupled decay per unit of learning rate, from 0.
         master_weights: Hold bf16 parameters in fp32 too: steps add to the master, ``state[...]["master"]``, and write
             the parameter as its rounded value, so that changes too small for bf16 add up. Values that
-            somebody else has written since the last step are taken as they are then, unless they were written
-            through ``param.data``, which changes no version counter.
+            other code has written since the last step replace the master, unless they were written through
+            ``param.data``, which changes no version counter.
         optim_bits: 32, or 8 for moments in codes of 8 bits, those of bitsandbytes.optim.AdamW8bit: blocks of 256
             values and the largest magnitude of each. Parameters of fewer than 4096 values keep fp32, and so do sharded
-            ones whose rows are no multiple of 256 values, because their shards would cut blocks. A gradient that is not
-            finite spoils the moments of its block: guard the steps.
+            ones whose rows are not a multiple of 256 values, because their shards would cut blocks. A gradient that is
+            not finite spoils the moments of its block: guard the steps.
         rounding: "nearest", or "stochastic" for bf16 parameters without master: a step makes each weight one of the two
             neighbours of its new value, the nearer one more often, so that changes too small for bf16 add up on
             average. Random numbers depend on rounding_seed, the step, the number of the parameter and the place of the
@@ -192,7 +192,7 @@ class FusedAdamW(HeldState):
             Norm before clipping, over all ranks. Shape (), fp32, on the device of the parameters.
 
         Raises:
-            OptionError: max_norm is no such number, or a gradient cannot be stepped.
+            OptionError: max_norm is out of range, or a gradient cannot be stepped.
 
         Cost:
             Reads each gradient once; no host sync.

@@ -18,7 +18,7 @@ from lightning_fastft.training.reference import ReferenceTuner
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from lightning_fastft.patches.head import LazyLogits
+    from lightning_fastft.patches.lazy_logits import LazyLogits
 
 Advantage = Literal["normalised", "centred", "leave_one_out", "given"]
 

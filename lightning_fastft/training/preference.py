@@ -27,7 +27,7 @@ from lightning_fastft.training.reference import ReferenceTuner
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from lightning_fastft.patches.head import LazyLogits
+    from lightning_fastft.patches.lazy_logits import LazyLogits
 
 LARGEST_BETA = 1e3
 # Options that a checkpoint keeps; and sft_weight as it was given, because None is another number for another loss.

@@ -68,7 +68,7 @@ class ReferenceTuner(Tuner):
         if reference == ADAPTERS_OFF and not self.has_adapters:
             raise OptionError("reference='adapters_off' needs adapters: give lora, or reference='stored'.")
         self.needs_reference = needs_reference
-        # In a tuple, so that a model is no part of this module before it is held.
+        # In a tuple, so that a model is not a submodule before it is held.
         self._reference: tuple[str | nn.Module | None] = (reference,)
         # By the digest of a data set: sums of log-probabilities, shape (N, most completions), fp32, on the host.
         self._stored: dict[str, torch.Tensor] = {}

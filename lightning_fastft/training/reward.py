@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from lightning_fastft.patches.head import LazyLogits
+    from lightning_fastft.patches.lazy_logits import LazyLogits
 
 HEAD = "score"
 # The head in a file of adapters, and the modules that PEFT adds to modules_to_save for a sequence or token classifier.
@@ -228,7 +228,7 @@ class RewardTuner(Tuner):
             self._keep_last_token(Path(folder))
 
     def _keep_last_token(self, folder: Path) -> None:
-        """Let a saved classifier, which reads the last token that is no padding, read the one that was trained; warn
+        """Let a saved classifier, which reads the last token that is not padding, read the one that was trained; warn
         where it does not.
         """
         if self.read == "mean":

@@ -56,12 +56,12 @@ class RolloutDataModule(RecordedDataModule):
     A round samples a group of completions for each of ``prompts_per_round`` prompts, and becomes as many optimizer
     steps as its packs need. For a PolicyTuner completions are scored, and with more than one step in a round the
     log-probabilities before the first are kept for the importance ratios. For a DistillationTuner the teacher is the
-    judge: there are no rewards. An epoch has no last batch: the Trainer needs ``max_steps`` or ``max_time``.
+    judge: there are no rewards. Epochs have no end: the Trainer needs ``max_steps`` or ``max_time``.
 
     Args:
         prompts: Rows with a column "prompt" (text, or messages for the chat template, which also gets the columns
             "tools" and "chat_template_kwargs"): a file, a folder, a data set or a list of rows, as in
-            ``PackedDataModule``. The columns but "prompt" go to the rewards.
+            ``PackedDataModule``. All columns except "prompt" are passed to the rewards.
         rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
             prompts, completions (texts) and one list for each other column of the rows. Returns one finite number for
             each completion. None for a DistillationTuner.
@@ -116,8 +116,8 @@ class RolloutDataModule(RecordedDataModule):
         self.sampled_share = check_share("sampled_share", sampled_share)
         if self.rewards and sampled_share < 1:
             raise OptionError(
-                f"sampled_share={sampled_share} takes completions from rows, and rewards compare sampled ones: leave "
-                "one of the two out."
+                f"sampled_share={sampled_share} takes completions from rows, and rewards compare sampled ones: "
+                "remove one of the two."
             )
         self.num_completions = check_int("num_completions", num_completions, low=1 if rewards is None else 2)
         self.prompts_per_round = check_int("prompts_per_round", prompts_per_round, low=1)
@@ -139,7 +139,7 @@ class RolloutDataModule(RecordedDataModule):
         self._given: list[Document] = []
         # Digests of the prompts and of these completions, by name.
         self._digests: dict[str, str] = {}
-        # Rounds that are behind the run, and the micro-batches of the present one.
+        # Finished rounds, and the micro-batches of the present one.
         self._num_rounds = 0
         self._num_yielded = self._num_in_round = 0
         self._documents: list[Document] | None = None
@@ -154,7 +154,7 @@ class RolloutDataModule(RecordedDataModule):
         """
         check_rollout_run(self.trainer)
         if not has_trained(self.trainer):
-            # A new run does not go on with rollouts of an earlier one.
+            # A new run does not continue with rollouts of an earlier one.
             self._num_rounds = self._num_yielded = self._num_in_round = 0
             self._documents = self._old = None
         tuner, places = self._tuner(), []
@@ -351,7 +351,7 @@ class RolloutDataModule(RecordedDataModule):
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the round, the place in it, and the rollouts of every rank, from which the run goes on bit for bit.
+        """Return the round, the place in it, and the rollouts of every rank, from which the run resumes bit for bit.
 
         The place is the start of an accumulation window, because no checkpoint keeps half-summed gradients. All ranks
         must call this.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from lightning_fastft.patches.head import LazyLogits
+    from lightning_fastft.patches.lazy_logits import LazyLogits
 
 ReadT = TypeVar("ReadT")
 
@@ -153,6 +153,8 @@ class Tuner(EvaluatedCausalLM):
         """Start at the beginning of the schedule; a checkpoint is restored later."""
         super().setup(stage)
         self._steps_ahead = 0.0
+        # Another run may install another head.
+        self._checked_models.clear()
 
     @property
     def hparams_initial(self) -> AttributeDict:
@@ -202,7 +204,7 @@ class Tuner(EvaluatedCausalLM):
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of the labelled tokens of each document, shape (S,), in the order of the pack.
 
-        ``batch.numbers`` are the numbers of the documents in their data set. The pad tail is no document.
+        ``batch.numbers`` are the numbers of the documents in their data set. The pad tail is not one of them.
         """
         return sum_per_document(self._read_log_probs(batch), batch.context)
 

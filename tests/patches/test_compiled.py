@@ -70,7 +70,7 @@ def test_a_prepared_model_computes_the_same(name, lengths):
 def test_an_unprepared_model_is_refused_also_after_a_pack_of_one_document():
     model = torch.compile(build_tiny("qwen3", attention="sdpa", num_hidden_layers=1), backend=BACKEND)
     assert model(**make_batch((9,))).loss.isfinite()
-    with pytest.raises(ContextError, match="nobody prepared"):
+    with pytest.raises(ContextError, match="without packed attention"):
         model(**make_batch())
 
 
@@ -80,7 +80,7 @@ def test_a_model_is_refused_when_its_preparation_is_undone():
     install_packed_training(model, patcher := ModelPatcher())
     assert model(**make_batch()).loss.isfinite()
     patcher.undo()
-    with pytest.raises(ContextError, match="nobody prepared"):
+    with pytest.raises(ContextError, match="without packed attention"):
         model(**make_batch())
 
 

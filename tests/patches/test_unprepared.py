@@ -1,4 +1,4 @@
-"""A packed batch refuses a transformers model that nobody prepared, also without a Trainer; other code may read it."""
+"""A packed batch refuses a transformers model without packed attention, also without a Trainer; other code may read it."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ FAMILIES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.fault
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_unprepared_model_is_refused(name, attention):
     model = build_tiny(name, attention="eager" if name in WITHOUT_SDPA else attention)
-    with pytest.raises(ContextError, match="nobody prepared"):
+    with pytest.raises(ContextError, match="without packed attention"):
         model(**make_batch())
 
 
@@ -58,7 +58,7 @@ def test_a_prepared_model_is_not_refused(name):
 @pytest.mark.parametrize("attention", ["flex_attention", "eager"])
 def test_adapters_and_block_masks_are_refused(attention):
     model = get_peft_model(build_tiny("qwen3", attention=attention), LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ContextError, match="nobody prepared"):
+    with pytest.raises(ContextError, match="without packed attention"):
         model(**make_batch())
 
 
@@ -66,7 +66,7 @@ def test_adapters_and_block_masks_are_refused(attention):
 def test_a_changed_batch_is_refused(change):
     batch = pickle.loads(pickle.dumps(copy.deepcopy(make_batch())))
     batch = pickle.loads(pickle.dumps(copy.deepcopy({**batch})))
-    with pytest.raises(ContextError, match="nobody prepared"):
+    with pytest.raises(ContextError, match="without packed attention"):
         build_tiny("qwen3")(**{**batch, "attention_mask": change(batch["attention_mask"])})
 
 
@@ -86,7 +86,7 @@ def test_an_unprepared_model_after_a_prepared_one_is_refused():
     teacher, batch = build_tiny("qwen3"), make_batch()
     install_packed_training(teacher, ModelPatcher())
     teacher(**batch)
-    with pytest.raises(ContextError, match="nobody prepared"):
+    with pytest.raises(ContextError, match="without packed attention"):
         build_tiny("qwen3")(**batch)
 
 
@@ -95,7 +95,7 @@ def test_mixers_beside_packed_attention_are_refused(name):
     lightning_fastft.register()
     model = build_tiny(name)
     model.set_attn_implementation("fastft")
-    with pytest.raises(ContextError, match="nobody prepared"):
+    with pytest.raises(ContextError, match="without packed attention"):
         model(**make_batch())
 
 
@@ -145,6 +145,6 @@ def test_a_loader_of_ones_own_under_a_strategy_of_lightning(tmp_path):
         trainer.fit(module, DataLoader([make_batch(), make_batch(seed=1)], batch_size=None))
         return trainer.global_step
 
-    with pytest.raises(ContextError, match="nobody prepared"):
+    with pytest.raises(ContextError, match="without packed attention"):
         fit()
     assert fit(callbacks=[PackedTraining()]) == 2

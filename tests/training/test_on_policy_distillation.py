@@ -284,7 +284,7 @@ def test_a_run_goes_on_inside_a_round_from_its_checkpoint(tmp_path, sampled_shar
     ("options", "error", "message"),
     [
         ({"tuner_options": {"store": "x", "kind": "forward_kl"}}, OptionError, "Leave store out"),
-        ({"rewards": lambda **_: [0.0]}, OptionError, "leave rewards out"),
+        ({"rewards": lambda **_: [0.0]}, OptionError, "remove rewards"),
         ({"rewards": lambda **_: [0.0], "sampled_share": 0.5}, OptionError, "sampled_share"),
         ({"sampled_share": 1.5}, OptionError, "sampled_share"),
         ({"tuner_class": PolicyTuner}, OptionError, "rewards"),

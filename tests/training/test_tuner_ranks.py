@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.callbacks.bincount_router import BincountRouter
@@ -22,6 +23,8 @@ from tests.support.tuner_ranks_worker import (
     cases,
     gradient,
     make_teacher,
+    make_trainer,
+    make_tuner,
     micro_batches,
 )
 from tests.support.two_ranks import run_two_ranks
@@ -74,6 +77,14 @@ def test_every_part_trains_as_one_by_one(one_by_one, kind, part):
 def test_documents_that_run_one_by_one_are_refused():
     with pytest.raises(UnsupportedModelError, match="one_by_one"):
         gradient("dpo", micro_batches("dpo", accumulate=1), strategy=FastFTStrategy(attention="one_by_one"))
+
+
+def test_documents_that_run_one_by_one_are_refused_in_a_second_run():
+    tuner, batches = make_tuner("orpo"), micro_batches("orpo", accumulate=1)
+    make_trainer(FastFTStrategy(), num_ranks=1, max_steps=1).fit(tuner, DataLoader(batches, batch_size=None))
+    trainer = make_trainer(FastFTStrategy(attention="one_by_one"), num_ranks=1, max_steps=1)
+    with pytest.raises(UnsupportedModelError, match="one_by_one"):
+        trainer.fit(tuner, DataLoader(batches, batch_size=None))
 
 
 @pytest.mark.covering

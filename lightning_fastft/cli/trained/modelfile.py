@@ -90,7 +90,7 @@ def write_modelfile(folder: Path, *, gguf: Path, tokenizer: Any, variables: Mapp
 def read_turns(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Turns:
     """Return the parts of a chat template, which must render conversations exactly as the template does.
 
-    The variables are those that the template gets. The token that begins a text is left out, because llama.cpp adds it.
+    The variables are those that the template gets. The token that begins a text is dropped, because llama.cpp adds it.
 
     Raises:
         UnsupportedModelError: The parts do not render like the template.

@@ -106,7 +106,7 @@ def find_device(name: str) -> torch.device:
     """Return the device of ``--device``; "auto" is the GPU where there is one.
 
     Raises:
-        OptionError: It is no device of torch.
+        OptionError: torch has no such device.
     """
     # Imported late: other mistakes are answered without torch.
     with phase("importing torch"):
@@ -129,7 +129,7 @@ def read_request(given: Namespace, *, device: str = "auto", **choices: Any) -> R
     choices are further fields of the request.
 
     Raises:
-        OptionError: There is nothing at source, or ``--device`` is no device of torch.
+        OptionError: There is nothing at source, or torch has no device ``--device``.
     """
     source = check_source(given.source)
     place = find_device(given.device or device)
@@ -314,7 +314,7 @@ def _open_adapters(request: Request) -> Opened:
     """Build the base model of a PEFT folder and add the adapters."""
     from lightning_fastft.hf.export import open_adapters, read_base_name
     from lightning_fastft.hf.generation import add_stop, read_stops
-    from lightning_fastft.hf.loading.packed_weights import quantization_method
+    from lightning_fastft.hf.loading.quantised_files import quantization_method
     from lightning_fastft.hf.loading.source import read_stop_ids
     from lightning_fastft.training.fine_tuner import FineTuner
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError, list_names
 from lightning_fastft.hf.dtypes import default_dtype, seeded
-from lightning_fastft.hf.loading.packed_weights import without_quantization
+from lightning_fastft.hf.loading.quantised_files import without_quantization
 from lightning_fastft.hf.loading.source import auto_class
 
 if TYPE_CHECKING:

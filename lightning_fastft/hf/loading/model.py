@@ -14,7 +14,7 @@ from lightning_fastft.core.extras import pip_line
 from lightning_fastft.hf.dtypes import default_dtype, find_wide_names
 from lightning_fastft.hf.loading.finite_weights import check_finite, refuse_not_finite
 from lightning_fastft.hf.loading.initialisation import initialise
-from lightning_fastft.hf.loading.packed_weights import (
+from lightning_fastft.hf.loading.quantised_files import (
     check_scales,
     dequantised_format,
     dequantising,

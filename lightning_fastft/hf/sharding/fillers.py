@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from lightning_fastft.hf.dtypes import default_dtype, find_wide_names, seeded
 from lightning_fastft.hf.loading.finite_weights import largest_magnitude, refuse_not_finite
 from lightning_fastft.hf.loading.model import build_model
-from lightning_fastft.hf.loading.packed_weights import without_quantization
+from lightning_fastft.hf.loading.quantised_files import without_quantization
 from lightning_fastft.hf.loading.source import ModelSource, auto_class
 from lightning_fastft.hf.sharding.reads import Read, Stored, find_reads
 
@@ -36,8 +36,8 @@ def open_model(
 
     Random models and models in safetensors files are created on the meta device and filled unit by unit while they are
     sharded; transformers' conversions (experts merged, names changed, fp8 and MXFP4 dequantised) run for each tensor.
-    NF4 bases are built on the device. Files whose conversion cannot be foreseen without values are read into host
-    memory, whole on every rank. Seeded weights equal those of ``build_model`` bit by bit. With is_read_early the model
+    NF4 bases are built on the device. Files for which ``find_reads`` returns None are read into host memory, whole on
+    every rank. Seeded weights equal those of ``build_model`` bit by bit. With is_read_early the model
     is built at once, in host memory.
 
     Returns:
@@ -171,8 +171,9 @@ class _FileFiller(Filler):
         self.model = model
         self.name = name
         self._files: dict[str, safe_open] = {}
-        # Other tensors that a read made.
+        # Tensors of earlier reads that are not filled yet: a read may make several.
         self._made: dict[str, torch.Tensor] = {}
+        # Largest magnitude of each tensor that was read.
         self.largest: dict[str, torch.Tensor] = {}
 
     @contextmanager

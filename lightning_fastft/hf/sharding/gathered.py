@@ -18,7 +18,7 @@ def gathered_weights(model: nn.Module, layers: Sequence[nn.Module], patcher: Mod
     """Return the units of a sharded model that can stay gathered, frozen ones first; None if there are none.
 
     Of the frozen units, that of the model itself, with embedding and head, comes first: no compute overlaps with its
-    gather at the start of a step. Where it is trained it is left out, because FSDP2 never shards it between forward and
+    gather at the start of a step. Where it is trained it is excluded, because FSDP2 never shards it between forward and
     backward. Undoing the patcher shards every unit again.
 
     Cost:

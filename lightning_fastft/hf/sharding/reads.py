@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from lightning_fastft.hf.loading.packed_weights import (
+from lightning_fastft.hf.loading.quantised_files import (
     check_scales,
     dequantised_format,
     dequantising,
@@ -21,7 +21,7 @@ from lightning_fastft.hf.loading.packed_weights import (
 from lightning_fastft.hf.loading.safe_files import check_headers
 from lightning_fastft.hf.loading.source import ModelSource, weight_files
 
-# Names of safetensors.
+# Dtypes by their names in safetensors.
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -59,16 +59,11 @@ class Read:
         self.target, self._converter = target, converter
         self.stored: list[Stored] = []
 
-    @property
-    def is_converted(self) -> bool:
-        """Whether the stored tensors differ from the model's in more than their names."""
-        return self._converter is not None
-
     def run(self, load: Callable[[Stored], torch.Tensor], *, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return the tensors of the model by name."""
         if self._converter is None:
             return {self.target: load(self.stored[0])}
-        # It collects what it converts.
+        # A converter collects the tensors that it converts, so each run gets a copy.
         converter = copy.deepcopy(self._converter)
         for stored in self.stored:
             converter.add_tensor(self.target, stored.key, stored.pattern, functools.partial(load, stored))
@@ -77,12 +72,12 @@ class Read:
 
 
 def find_reads(model: PreTrainedModel, source: ModelSource) -> dict[str, Read] | None:
-    """Return what makes each tensor of a model from the files of its checkpoint, by the names of the model's tensors.
+    """Return the reads that make the tensors of a model from the files of its checkpoint, by the tensors' names.
 
-    None if the files do not make exactly the model's tensors in its shapes, or in a way that cannot be foreseen without
-    their values; reading the whole model then says what is wrong, or does it.
+    None if the files do not make exactly the model's tensors in its shapes, or if a conversion needs their values. The
+    caller then reads the whole model, which works or names the fault.
 
-    The model notes the conversions, as after ``from_pretrained``: it is saved under the names of these files.
+    The conversions are recorded in the model, as ``from_pretrained`` does: it is saved under the names of these files.
 
     Raises:
         DataError: A weight file is broken, or its weights in fp8 have no scales.
@@ -122,6 +117,7 @@ def _read_metas(paths: Sequence[str]) -> dict[str, tuple[str, torch.Tensor]]:
 def _plan(
     model: PreTrainedModel, source: ModelSource, metas: dict[str, tuple[str, torch.Tensor]]
 ) -> dict[str, Read] | None:
+    """Return the reads after running each on the meta device; record the conversions in the model. None as above."""
     conversions = _find_conversions(model, source)
     tensors = model.state_dict()
     tied = set(model.all_tied_weights_keys)

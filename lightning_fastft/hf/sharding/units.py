@@ -63,7 +63,7 @@ def shard_model(
             ``ReplicatedParameters`` averages their gradients. Units of frozen weights then have one dtype and reduce
             nothing. "shard" shards them with their unit. "auto" replicates them unless stacks of experts have some.
         owns_experts: Whether stacks of experts are shards that are never gathered (expert parallelism): each rank of
-            the last axis of the mesh owns E / n of the E experts of a layer. They are no part of an FSDP unit, and
+            the last axis of the mesh owns E / n of the E experts of a layer. They are not part of an FSDP unit, and
             nothing reduces their gradients.
 
     Returns:

@@ -42,7 +42,7 @@ _TRAINER_OPTIONS = (
     "num_nodes",
     "world_size",
 )
-# Last parts of option names, and patterns of texts, that mark secrets; "max_tokens" and "tokenizer" are no secrets.
+# Last parts of option names, and patterns of texts, that mark secrets; "max_tokens" and "tokenizer" are not secrets.
 _PRIVATE_NAMES = r"token|secret|password|passwd|api[_-]?key|access[_-]?key|private[_-]?key|credentials?|auth"
 _SECRET_NAME = re.compile(rf"(?:^|[._-])(?:{_PRIVATE_NAMES})$", re.IGNORECASE)
 # An entry of a mapping in YAML or JSON: the name and the value.

@@ -94,7 +94,7 @@ class RunRecord:
     def add_losses(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         """Add losses and logged values whose copies to the host are complete."""
         for (step, num_micro_batches, is_planned, is_last, names), values in arrived:
-            # The values are in host memory, so this is no host sync.
+            # The values are in host memory, so this is not a host sync.
             loss, *others = map(float, values)
             # Losses of a planned window have their mean over a whole one, also where the window is shorter.
             divisor = num_micro_batches if is_planned else None
@@ -108,7 +108,7 @@ class RunRecord:
             add(step, name, float(value))
 
     def add_validation(self, step: int, name: str, value: float) -> None:
-        """Add a value of the validation after an optimizer step; one that is not finite is no point of its curve."""
+        """Add a value of the validation after an optimizer step; values that are not finite are not drawn."""
         others = self.last_validation[1] if step == self.last_validation[0] else {}
         self.last_validation = step, {**others, name: value}
         self.validations.setdefault(name, Curve()).add(

@@ -64,7 +64,7 @@ class BatchTimes:
     """Sums over timed micro-batches in bounded memory.
 
     Args:
-        num_warmup: Optimizer steps at the start that are left out, unless there are no others.
+        num_warmup: Optimizer steps at the start that are not counted, unless there are no others.
     """
 
     def __init__(self, *, num_warmup: int) -> None:

@@ -63,9 +63,9 @@ class CompletionStore:
         self._first_N1 = np.asarray(self.arrays["first_segment"])
         self._score_C = self.arrays["scores"]
         self._log_prob_T = self.arrays.get("log_probs")
-        # Whether the completions of each example are steps, bool.
         steps = self.arrays.get("is_stepwise")
         num_examples = len(self._first_N1) - 1
+        # Whether the completions of each example are steps, bool.
         self.is_stepwise_N = np.zeros(num_examples, dtype=bool) if steps is None else np.asarray(steps).astype(bool)
 
     @property
@@ -88,7 +88,7 @@ class CompletionStore:
         """Return the completions of one example."""
         first, last = int(self._first_N1[example]), int(self._first_N1[example + 1])
         lengths = tuple(self._length_M[first:last].tolist())
-        # Each earlier example has one segment more than scores: its prompt.
+        # Each earlier example has one segment more than it has scores: its prompt.
         scores = tuple(self._score_C[first - example : last - example - 1].tolist())
         if self._log_prob_T is None:
             return Segments(lengths, scores, is_stepwise=bool(self.is_stepwise_N[example]))

@@ -27,7 +27,7 @@ from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.completion_store import CompletionStore
 from lightning_fastft.packing.store.report import IngestReport
 
-# Increase it if the same rows give other tokens, or the same tokens other files.
+# Increase it if the same tokens give other files; ``_FINGERPRINT_VERSION`` is for rows that give other tokens.
 FORMAT_VERSION = 3
 # Dtype of each file of a folder.
 DTYPES = {"ids": np.int32, "trained": np.uint8, "start": np.int64, "num_labelled": np.int64}

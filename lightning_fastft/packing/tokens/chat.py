@@ -64,7 +64,7 @@ def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
     The choice is Jinja text, a .jinja file, the name of one of the tokenizer's templates, or None for its default.
 
     Raises:
-        DataError: The file cannot be read, or the text is no template.
+        DataError: The file cannot be read, or the text is not a template.
     """
     own = getattr(tokenizer, "chat_template", None)
     if chosen is not None and chosen.endswith(".jinja"):

@@ -57,7 +57,7 @@ def encode_ids(row: Mapping[str, Any], *, vocab_size: int | None, loss_on: str) 
 
     Raises:
         TokenIdError: An id or a label is outside of the embedding.
-        RowRejectedError: A column is no list of integers, labels are not the ids, or an attention_mask hides tokens.
+        RowRejectedError: A column is not a list of integers, labels are not the ids, or an attention_mask hides tokens.
     """
     ids = _read_ids(row["input_ids"], column="input_ids", vocab_size=vocab_size)
     _refuse_padding(row.get("attention_mask"), num_ids=len(ids), vocab_size=vocab_size)

@@ -51,8 +51,8 @@ def mix_sources(
     """Return the documents of an epoch, ascending, and what each source has of it.
 
     The weights are shares of tokens. Each example is trained at least once per epoch: the source with the most tokens
-    for its weight once, the others as often as their weights say. Where that is no whole number, the examples with one
-    repeat more are chosen by position and seed. Every epoch has the same documents.
+    for its weight once, the others as often as their weights say. Where that is not a whole number, the examples with
+    one repeat more are chosen by position and seed. Every epoch has the same documents.
 
     Raises:
         DataError: A source has no document, or its weight repeats it too often.

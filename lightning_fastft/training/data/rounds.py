@@ -59,13 +59,13 @@ def pack_round(
     seed: int,
     device: torch.device,
 ) -> list[PackedBatch]:
-    """Return the packs of a round on the device: as many on every rank, in whole accumulation windows."""
-    lengths = [split_document(document, shares_prompt=shares_prompts) for document in documents]
-    length_N = np.array([sum(len(part.input_ids) for part in parts) for parts in lengths], dtype=np.int64)
+    """Return the packs of a round on the device: equally many on every rank, in whole accumulation windows."""
+    parts_N = [split_document(document, shares_prompt=shares_prompts) for document in documents]
+    length_N = np.array([sum(len(part.input_ids) for part in parts) for parts in parts_N], dtype=np.int64)
     packs = pack_best_fit_decreasing(length_N, max_tokens=max_tokens)
     num_packs = -(-int(_gather(len(packs)).max()) // accumulate) * accumulate
     packs = split_to_multiple(packs, length_N, multiple=num_packs)
-    # Best fit puts the longest rollouts first; every window is to have its share of them.
+    # Best fit puts the longest rollouts first; the shuffle spreads them over the windows.
     order = np.argsort(mix_bits(np.arange(num_packs, dtype=np.uint64), seed=seed, stream=0), kind="stable")
     weights = np.array([packs.sum_per_pack(weight_N)[number] for number in order])
     window_RW = _gather(weights.reshape(-1, accumulate).sum(axis=1))
@@ -153,7 +153,7 @@ def check_rollout_tuner(tuner: PolicyTuner | DistillationTuner, *, has_rewards: 
                 "to PackedDataModule."
             )
         if has_rewards:
-            raise OptionError("A DistillationTuner learns from its teacher, without rewards: leave rewards out.")
+            raise OptionError("A DistillationTuner learns from its teacher, without rewards: remove rewards.")
         return
     if not has_rewards:
         raise OptionError(

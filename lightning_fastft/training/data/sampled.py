@@ -51,7 +51,7 @@ def judge(
     columns have None in it.
 
     Raises:
-        DataError: A reward function returned another count, or values that are no finite numbers.
+        DataError: A reward function returned another count, or values that are not finite numbers.
     """
     if not rewards:
         return [[0.0] * len(group) for group in groups]

@@ -95,8 +95,8 @@ def check_limits(trainer: Trainer) -> None:
     """Check the limits of a run on data whose epochs have no end: none is a share, and they end with a window.
 
     Raises:
-        OptionError: limit_train_batches is a share or no multiple of accumulate_grad_batches, a callback changes that
-            number, or val_check_interval is a share and epochs have no limit.
+        OptionError: limit_train_batches is a share or not a multiple of accumulate_grad_batches, a callback changes
+            that number, or val_check_interval is a share and epochs have no limit.
     """
     limit, interval, accumulate = trainer.limit_train_batches, trainer.val_check_interval, find_accumulation(trainer)
     if isinstance(limit, float) and 0.0 < limit < 1.0:

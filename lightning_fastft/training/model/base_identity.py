@@ -84,7 +84,7 @@ def check_adapter_names(saved: Collection[str], *, expected: Collection[str], ha
     """Check that a checkpoint holds the adapters of this run.
 
     Raises:
-        ResumeError: Adapter weights are missing, or there are weights that are no adapter's.
+        ResumeError: Adapter weights are missing, or other weights than those of adapters are present.
     """
     missing, left_over = set(expected) - set(saved), set(saved) - set(expected)
     if not missing and not left_over:

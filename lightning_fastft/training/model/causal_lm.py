@@ -123,7 +123,7 @@ class CausalLMModule(LightningModule):
 
     @property
     def image_encoder(self) -> ImageEncoder | None:
-        """The processor of images, loaded when images are met; None where the model comes without one."""
+        """The processor of images, loaded on first use; None for a model without one."""
         from lightning_fastft.hf.images import ImageEncoder
         from lightning_fastft.hf.loading.source import ModelSource
 

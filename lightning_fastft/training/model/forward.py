@@ -15,7 +15,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import BatchContext
 
 if TYPE_CHECKING:
-    from lightning_fastft.patches.head import LazyLogits
+    from lightning_fastft.patches.lazy_logits import LazyLogits
 
 ReadT = TypeVar("ReadT")
 
@@ -79,7 +79,7 @@ def read_logits(model: Any, batch: PackedBatch, read: Callable[[LazyLogits], Rea
 
 
 def sum_per_document(log_prob_R: torch.Tensor, context: BatchContext) -> torch.Tensor:
-    """Return the log-probability of the labelled tokens of each document, shape (S,); the pad tail is no document."""
+    """Return the log-probability of the labelled tokens of each document, shape (S,); the pad tail is not counted."""
     num_documents = int((context.start_host_S1[:-1] < context.num_real_tokens).sum())
     # Labelled rows ascend, so those of a document are neighbours.
     row_R = context.labelled_row_R[: context.num_labelled]

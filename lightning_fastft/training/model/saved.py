@@ -46,7 +46,7 @@ class SavedCausalLM(TextCausalLM):
         saved to.
 
         Raises:
-            OptionError: A local folder is no checkpoint.
+            OptionError: A local folder is not a checkpoint.
             DamagedCheckpointError: No save at the URL is whole, or a file of the folder is damaged.
 
         Cost:
@@ -84,7 +84,7 @@ class SavedCausalLM(TextCausalLM):
         """Load trained parameters, and refresh the compute copies of adapters.
 
         Raises:
-            ResumeError: Adapter weights are missing, or there are weights that are no adapter's.
+            ResumeError: Adapter weights are missing, or other weights than those of adapters are present.
         """
         if self._is_built and self.has_adapters:
             check_adapter_names(

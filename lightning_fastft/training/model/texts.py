@@ -47,7 +47,7 @@ class TextCausalLM(CausalLMModule):
 
     @property
     def image_encoder(self) -> ImageEncoder | None:
-        """The processor of images, loaded when images are met: of the model, else of its training data; else None."""
+        """The processor of images, loaded on first use: of the model, else of its training data; else None."""
         found = super().image_encoder
         return self.given_images if found is None else found
 

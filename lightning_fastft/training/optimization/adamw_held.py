@@ -98,8 +98,8 @@ class HeldState(torch.optim.Optimizer):
         self._places = {}
 
     def master_of(self, param: torch.Tensor) -> torch.Tensor:
-        """Return what steps add to: the fp32 master of a bf16 parameter, before its first step a copy of what it will
-        be, else the parameter itself.
+        """Return the tensor that steps add to: the fp32 master of a bf16 parameter (before its first step a copy of the
+        future master), else the parameter itself.
 
         Example:
             >>> from lightning_fastft.training.optimizer import FusedAdamW
@@ -156,7 +156,7 @@ class HeldState(torch.optim.Optimizer):
         return self.master_weights and param.dtype is torch.bfloat16
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch.optim.AdamW does, with counts that leave skipped steps out.
+        """Return the state as torch.optim.AdamW does, with counts that exclude skipped steps.
 
         Cost:
             One host sync where steps were guarded, or where moments are on the host.
@@ -267,7 +267,7 @@ class HeldState(torch.optim.Optimizer):
         ]
 
     def _read_versions(self, parts: Sequence[Part]) -> list[object]:
-        """Return numbers that change when somebody writes the counts of steps, or parameters that have a master."""
+        """Return numbers that change when other code writes the counts of steps, or parameters that have a master."""
         versions: list[object] = [part.steps._version for part in parts]
         if self.master_weights:
             versions += [mark_of(row.owner) for part in parts for row in part.table.rows]

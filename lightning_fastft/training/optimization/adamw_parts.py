@@ -48,7 +48,7 @@ def make_row(
 
 
 def mark_of(param: torch.Tensor) -> tuple[int, ...]:
-    """Return numbers that change when somebody writes or replaces the values of a parameter."""
+    """Return numbers that change when other code writes or replaces the values of a parameter."""
     own = local_values(param)
     # Operators on a DTensor raise its own version, kernels that of the shard.
     return param._version, own._version, own.data_ptr()

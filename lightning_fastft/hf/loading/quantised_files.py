@@ -1,4 +1,4 @@
-"""Checkpoints whose files hold weights in fp8 or MXFP4: transformers reads them dequantised."""
+"""Checkpoints whose files hold quantised weights; transformers reads fp8 and MXFP4 dequantised."""
 
 from __future__ import annotations
 
