@@ -85,7 +85,7 @@ class RunReport(GivenOnce, Callback):
             raise OptionError(f"path must be a local or mounted file, got {str(path)!r}.")
         if path is not None and Path(path).suffix != ".html":
             raise OptionError(f'path must end in ".html", got {str(path)!r}. The JSON file is written next to it.')
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).expanduser()
         self.profile_step = None if profile_step is None else check_int("profile_step", profile_step, low=0)
         # Path of the page; known once fit has begun.
         self.html_path = self.path
