@@ -245,7 +245,10 @@ class DistillationTuner(Tuner):
         else:
             key |= {"top_k": self.top_k, "temperature": self.temperature}
         store = TeacherStore(
-            Path(self.store).expanduser(), key=key, witnesses=self._witnesses(dataset), num_labelled_N=dataset.num_labelled_N
+            Path(self.store).expanduser(),
+            key=key,
+            witnesses=self._witnesses(dataset),
+            num_labelled_N=dataset.num_labelled_N,
         )
         if not store.is_written:
             if self.is_sharded:

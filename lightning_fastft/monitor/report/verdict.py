@@ -23,9 +23,11 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     num_not_finite = data["curves"]["loss"]["num_not_finite"]
     if num_not_finite:
         bad.append(f"The loss was not finite in {_count(num_not_finite, 'micro-batch')}.")
-    for metric in [] if data["validation"] is None else data["validation"]["metrics"]:
-        if metric["num_not_finite"]:
-            bad.append(f"{metric['name']} was not finite in {_count(metric['num_not_finite'], 'validation')}.")
+    bad += [
+        f"{metric['name']} was not finite in {_count(metric['num_not_finite'], 'validation')}."
+        for metric in (data["validation"] or {"metrics": ()})["metrics"]
+        if metric["num_not_finite"]
+    ]
     reward = _find_reward(data)
     first, final = (head["first_loss"], head["final_loss"]) if reward is None else (reward["first"], reward["final"])
     if first is not None and final is not None and head["num_steps"] > 1:
