@@ -11,6 +11,7 @@ from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import take_option
 from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.files import find_write_obstacle
 from lightning_fastft.monitor.data_page import TITLE, render_data_page
 from lightning_fastft.packing.reading.sources import REJECTED
 from lightning_fastft.packing.rows.rejects import read_rejects
@@ -33,6 +34,8 @@ def run_data(words: Sequence[str]) -> int:
     out = os.path.expanduser(out)
     page = Path(out) / PAGE
     check_replaceable("The page of fastft data (--out)", page, is_ours=lambda head: f"<title>{TITLE}".encode() in head)
+    if obstacle := find_write_obstacle(page.parent):
+        raise OptionError(f"--out: {page} cannot be written: {obstacle}. Name another folder.")
     cli = FastFTCLI(words, run=False)
     data, trainer = cli.datamodule, cli.trainer
     if not isinstance(data, PackedDataModule):

@@ -115,7 +115,8 @@ def run_doctor(words: Sequence[str]) -> int:
         f"model: {cli.model.source.config.model_type}, checked by one step of a miniature, whose layers and tensors "
         "are counted below"
     )
-    sys.stdout.write(f"{_describe_devices()}\n{model}\n\n{table.text}\n")
+    if trainer.is_global_zero:
+        sys.stdout.write(f"{_describe_devices()}\n{model}\n\n{table.text}\n")
     return 0
 
 

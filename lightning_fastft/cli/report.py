@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lightning_fastft.cli.arguments import Arguments, read_path
 from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.files import find_write_obstacle
 
 DEFAULT_PAGE = "runs/comparison.html"
 
@@ -29,6 +30,8 @@ def run_report(words: Sequence[str]) -> int:
     if page.suffix != ".html":
         raise OptionError(f'--out must end in ".html", got {given.out!r}.')
     check_replaceable("The comparison (--out)", page, is_ours=lambda head: f"<title>{TITLE}".encode() in head)
+    if obstacle := find_write_obstacle(page.parent):
+        raise OptionError(f"--out: {page} cannot be written: {obstacle}. Name a file in another folder.")
     reports = read_reports(given.runs)
     page.parent.mkdir(parents=True, exist_ok=True)
     replace_file(page, render_comparison(reports).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 # Most logged values with a curve. The loss has one of its own, exact over ranks.
 MOST_VALUES = 32
 TRAINING_LOSS = "train_loss"
+# Names such as "val_loss", "val/loss" and "validation_loss"; "value_loss" is logged by training.
+_VALIDATION = re.compile(r"val(id|idation)?(?![a-z])")
 
 
 class RunReport(GivenOnce, Callback):
@@ -85,7 +88,7 @@ class RunReport(GivenOnce, Callback):
             raise OptionError(f"path must be a local or mounted file, got {str(path)!r}.")
         if path is not None and Path(path).suffix != ".html":
             raise OptionError(f'path must end in ".html", got {str(path)!r}. The JSON file is written next to it.')
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).expanduser()
         self.profile_step = None if profile_step is None else check_int("profile_step", profile_step, low=0)
         # Path of the page; known once fit has begun.
         self.html_path = self.path
@@ -230,7 +233,7 @@ class RunReport(GivenOnce, Callback):
         """Start the copies of the validation values."""
         if not trainer.sanity_checking:
             for name, value in trainer.callback_metrics.items():
-                if name.startswith("val") and value.numel() == 1:
+                if _VALIDATION.match(name) and value.numel() == 1:
                     self._scalar_copies.push((self._run.add_validation, trainer.global_step, name), value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -324,6 +327,10 @@ class RunReport(GivenOnce, Callback):
         from lightning_fastft.packing.store.dataset import replace_file
 
         assert self.json_path is not None
+        if not self._run.num_batches:
+            # Training that has nothing left to do does not start, and so was not counted from its checkpoint.
+            self._run.first_step = trainer.global_step
+            self._run.source = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
         data = collect(self._run, trainer, pl_module, profile_step=self.profile_step, state=state, error=error)
         try:
             replace_file(self.json_path, json.dumps(data, indent=1, allow_nan=False).encode())

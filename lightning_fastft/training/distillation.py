@@ -245,7 +245,10 @@ class DistillationTuner(Tuner):
         else:
             key |= {"top_k": self.top_k, "temperature": self.temperature}
         store = TeacherStore(
-            Path(self.store), key=key, witnesses=self._witnesses(dataset), num_labelled_N=dataset.num_labelled_N
+            Path(self.store).expanduser(),
+            key=key,
+            witnesses=self._witnesses(dataset),
+            num_labelled_N=dataset.num_labelled_N,
         )
         if not store.is_written:
             if self.is_sharded:
@@ -275,7 +278,7 @@ class DistillationTuner(Tuner):
         from lightning_fastft.hf.base_digest import digest_files
 
         (teacher,) = self._teacher
-        files = sorted(Path(teacher).glob("*.safetensors")) if isinstance(teacher, str) else []
+        files = sorted(Path(teacher).expanduser().glob("*.safetensors")) if isinstance(teacher, str) else []
         tokens = None if self.tokenizer is None else sorted(self.tokenizer.get_vocab().items())
         encoder = None if dataset.images is None else self._find_data().image_encoder
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -217,6 +218,7 @@ class RewardTuner(Tuner):
                 "stepwise"), adapters by PEFT on a base that was read so with ``num_labels=1``.
         """
         kind, task_type = ("Token", "TOKEN_CLS") if self.loss == "stepwise" else ("Sequence", "SEQ_CLS")
+        folder = os.path.expanduser(folder)
         super().save_pretrained(folder)
         if self._trainer is not None and not self.trainer.is_global_zero:
             return

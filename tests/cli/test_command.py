@@ -591,6 +591,18 @@ def test_data_writes_rejected_rows_beside_its_page(words, path, folder, demo_fil
 
 
 @pytest.mark.slow
+def test_data_that_cannot_write_says_so_before_it_reads(folder, demo_files, answer):
+    status, text = answer(["data", *tiny_words(demo_files), "--out", "/proc/data"])
+    assert status == 1
+    assert "--out: /proc/data/data.html cannot be written" in text
+
+
+def test_doctor_of_several_ranks_answers_once(folder, demo_files, monkeypatch, capsys):
+    monkeypatch.setattr("lightning.pytorch.Trainer.is_global_zero", False)
+    assert main(["doctor", *tiny_words(demo_files)]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_doctor_shows_what_is_active_without_the_data(folder, demo_files, capsys):
     words = [
         "--config",

@@ -3,16 +3,22 @@
 import json
 
 import pytest
+import torch
 
+from lightning_fastft import RunReport
 from lightning_fastft.cli import main
 from lightning_fastft.cli.bench import run_bench
 from lightning_fastft.cli.export import _parse_args as parse_export
 from lightning_fastft.core.checks import local_path
-from lightning_fastft.core.errors import OptionError
-from lightning_fastft.hf.loading.source import ModelSource
+from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.hf.loading.source import ModelSource, load_given_tokenizer
+from lightning_fastft.packing.tokens.chat import read_template
 from lightning_fastft.training.datamodule import PackedDataModule
+from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.fine_tuners import word_tokenizer
 from tests.support.sizes import sizes
+from tests.support.training_parts import quiet_trainer
 
 CONFIG = sizes(model_type="llama", vocab=256, width=32, inner=64, layers=1, heads=2, key_heads=2)
 
@@ -82,3 +88,47 @@ def test_cached_and_rejected_rows_are_in_the_home_folder(home):
     data.setup("fit")
     assert (home / "out/bad.jsonl").is_file()
     assert list((home / "cache").iterdir())
+
+
+def test_the_report_of_a_run_is_in_the_home_folder(home):
+    assert RunReport("~/runs/a.html").json_path == home / "runs/a.json"
+
+
+def test_a_tokenizer_and_a_chat_template_are_read_from_the_home_folder(home):
+    word_tokenizer().save_pretrained(home / "tokens")
+    (home / "chat.jinja").write_text("{{ messages }}")
+    assert load_given_tokenizer("~/tokens").eos_token == "<eos>"
+    assert read_template(word_tokenizer(), "~/chat.jinja") == "{{ messages }}"
+
+
+def test_adapters_are_written_to_and_read_from_the_home_folder(home):
+    options = {"init": "random", "dtype": "float32"}
+    first = FineTuner("~/model", lora={"r": 2}, **options)
+    first.configure_model()
+    first.save_pretrained("~/adapters")
+    assert (home / "adapters/adapter_config.json").is_file()
+    FineTuner("~/model", adapter="~/adapters", accept_other_base=True, **options).configure_model()
+    FineTuner(
+        "~/model", lora={"r": 2}, frozen_adapters=["~/adapters"], accept_other_base=True, **options
+    ).configure_model()
+
+
+def test_a_teacher_is_read_from_and_stored_in_the_home_folder(home):
+    teacher = FineTuner("~/model", init="random", dtype="float32")
+    teacher.configure_model()
+    teacher.save_pretrained("~/teacher")
+
+    def train():
+        student = DistillationTuner("~/model", init="random", dtype="float32", teacher="~/teacher", store="~/store")
+        rows = [{"input_ids": list(range(3, 15))}] * 8
+        data = PackedDataModule(rows, max_tokens=48, num_workers=0, cache_dir=None, num_proc=1)
+        quiet_trainer(home / "run", max_steps=1, strategy="fastft").fit(student, data)
+
+    train()
+    assert list((home / "store").iterdir())
+    # Another teacher in the same folder is not taken for the one of the store.
+    with torch.no_grad():
+        next(teacher.model.parameters()).add_(1)
+    teacher.save_pretrained("~/teacher")
+    with pytest.raises(DataError, match="teacher"):
+        train()

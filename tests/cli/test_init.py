@@ -1,6 +1,7 @@
 """``fastft init``: the config that it writes is one that fit takes, and its numbers are those of the planner."""
 
 import json
+import re
 import resource
 import shlex
 
@@ -58,6 +59,16 @@ def test_config_for_a_named_gpu_from_shapes_alone(rows, capsys):
     cli = FastFTCLI(["--config", "config.yaml"], run=False)
     assert cli.model.lora.r == 16
     assert cli.datamodule.max_tokens == 512
+
+
+def test_plan_of_the_config_has_the_figures_of_init(rows, capsys):
+    assert main([*WORDS, "--gpu", "4090", "--method", "qlora"]) == 0
+    expected = re.search(r"([\d.]+) GiB of device memory \(([\d.]+) GiB of them", capsys.readouterr().out)
+    (line,) = (line for line in (rows / "config.yaml").read_text().splitlines() if line.startswith("# Plan: "))
+    assert main(shlex.split(line.removeprefix("# Plan: "))[1:]) == 0
+    text = capsys.readouterr().out
+    figures = [float(re.search(rf"{name} +([\d.]+) GiB", text)[1]) for name in ("predicted peak", "and optimizer:")]
+    assert [round(figure, 1) for figure in figures] == [float(figure) for figure in expected.groups()]
 
 
 def test_number_of_held_out_examples_is_that_of_the_run(rows, demo_files, capsys):

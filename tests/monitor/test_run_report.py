@@ -29,6 +29,7 @@ from lightning_fastft.monitor.report.copies import StepTrace, read_events
 from lightning_fastft.monitor.report.findings import describe_profile
 from lightning_fastft.monitor.report.losses import StepLosses
 from lightning_fastft.monitor.report.page import render_page
+from lightning_fastft.monitor.report.verdict import _describe_change
 from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.planner.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan
 from lightning_fastft.strategies.single_device import FastFTStrategy
@@ -489,6 +490,10 @@ def test_last_validation_is_on_the_page(tmp_path):
             self.log("val_accuracy", 0.25)
             self.log("other", 1.0)
 
+        def training_step(self, batch, batch_idx):
+            self.log("value_loss", 2.0)
+            return super().training_step(batch, batch_idx)
+
     fit(tmp_path, Validates(), loader=(packed_loader(8), packed_loader(1)), val_check_interval=3, max_steps=6)
     data, text = read(tmp_path)
     assert data["validation"]["step"] == 6
@@ -498,6 +503,34 @@ def test_last_validation_is_on_the_page(tmp_path):
     }
     shown = " ".join(Page(text).text.split())
     assert re.search(r"Last validation, after step 6: val_\w+ [\d.]+, val_\w+ [\d.]+", shown)
+
+
+def test_validation_that_is_not_finite_is_a_fault(tmp_path):
+    class Validates(Keeps):
+        def validation_step(self, batch, batch_idx):
+            self.model(**batch)
+            self.log("val_loss", float("nan") if self.trainer.global_step == 6 else 1.0)
+
+    fit(tmp_path, Validates(), loader=(packed_loader(8), packed_loader(1)), val_check_interval=3, max_steps=6)
+    outcome = read(tmp_path)[0]["outcome"]
+    assert outcome["level"] == "bad"
+    assert "val_loss was not finite in 1 validation." in outcome["verdict"]
+
+
+def test_resumed_run_with_nothing_left_to_train_says_so(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, filename="all", every_n_train_steps=8)
+    fit(tmp_path, callbacks=[checkpoint], enable_checkpointing=True)
+    fit(tmp_path, ckpt_path=tmp_path / "all.ckpt")
+    data, _ = read(tmp_path)
+    assert data["resumed"] == {"step": 8, "checkpoint": str(tmp_path / "all.ckpt")}
+    assert (data["head"]["num_steps"], data["head"]["last_step"]) == (0, 8)
+    assert data["outcome"]["level"] == "warn"
+
+
+def test_values_that_differ_are_shown_with_digits_that_differ():
+    assert _describe_change(10.8358, 10.8413) == "10.836 to 10.841"
+    assert _describe_change(2.5, 1.25) == "2.5 to 1.25"
+    assert _describe_change(2.0, 2.0) == "2 to 2"
 
 
 def test_end_of_a_fit_is_told_in_one_line(tmp_path, caplog):

@@ -43,7 +43,7 @@ class Planned(NamedTuple):
 
     method: Method
     max_tokens: int
-    base_bytes: int
+    held_bytes: int
     plan: Plan
 
     @property
@@ -184,8 +184,8 @@ def _step_options(method: Method, *, length_N: np.ndarray, max_tokens: int) -> d
 
 
 def _plan(step: MeteredStep, gpu: Gpu, method: Method, *, max_tokens: int, host_bytes: int) -> Planned:
-    cost, plan = plan_step(step, gpu=gpu, vram_budget_bytes=None, host_budget_bytes=host_bytes)
-    return Planned(method, max_tokens, cost.base_bytes, plan)
+    _, plan = plan_step(step, gpu=gpu, vram_budget_bytes=None, host_budget_bytes=host_bytes)
+    return Planned(method, max_tokens, step.held_bytes, plan)
 
 
 def _halves(max_tokens: int) -> Iterator[int]:

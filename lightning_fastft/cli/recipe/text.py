@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from lightning_fastft.cli.recipe.lengths import Lengths
-from lightning_fastft.cli.recipe.plans import LORA_RANK, Method, Planned, Steps
+from lightning_fastft.cli.recipe.plans import LORA_RANK, Method, Planned, Steps, token_mean_length
 from lightning_fastft.estimate.machines import Gpu
 from lightning_fastft.planner.picture import describe_plan
 from lightning_fastft.training.data.subsets import choose_held_out
@@ -69,6 +69,15 @@ class Recipe(NamedTuple):
         return ["fastft", "fit", "--config", str(self.out)]
 
     @property
+    def plan_words(self) -> list[str]:
+        """Command line that shows the plan of this GPU; empty without one."""
+        if self.gpu is None:
+            return []
+        tokens = round(token_mean_length(self.lengths.length_N, max_tokens=self.steps.max_tokens))
+        words = ["--gpu", self.gpu.name, "--document-tokens", str(tokens)]
+        return ["fastft", "plan", "--config", str(self.out), *words]
+
+    @property
     def chat_words(self) -> list[str]:
         """Command line that talks with the trained model."""
         return ["fastft", "chat", f"{self.folder}/last.ckpt", *(["--plain"] if self.lengths.is_plain else [])]
@@ -95,11 +104,11 @@ def describe_expectation(recipe: Recipe) -> list[str]:
         return ["not planned: there is no GPU here, and --gpu names none"]
     seconds = planned.step_ms * steps.num_packs / 1e3
     speed = steps.num_tokens / seconds
-    peak, base = _size(planned.plan.prediction.peak_bytes), _size(planned.base_bytes)
+    peak, held = _size(planned.plan.prediction.peak_bytes), _size(planned.held_bytes)
     host = _size(planned.plan.prediction.host_bytes)
     origin = "measured rates" if recipe.gpu.is_measured else "published rates"
     return [
-        f"{speed:,.0f} tokens/s, {peak} of device memory ({base} of them weights, gradients, optimizer), "
+        f"{speed:,.0f} tokens/s, {peak} of device memory ({held} of them weights, gradients, optimizer), "
         f"{host} of pinned host memory, {_duration(seconds)} for an epoch (planned for {recipe.gpu.name} from "
         f"{origin})"
     ]
@@ -113,6 +122,7 @@ def render_config(recipe: Recipe) -> str:
         ("Command", shlex.join(recipe.fit_words)),
         ("Hardware", recipe.gpu.name if recipe.gpu else "none planned: a CPU trains this too, slowly"),
         ("Expected", describe_expectation(recipe)[0]),
+        *([("Plan", shlex.join(recipe.plan_words))] if recipe.gpu else []),
         ("Data", describe_lengths(recipe.lengths, steps)),
     ]
     lines = [line for name, text in head for line in _comment(f"{name}: {text}")]

@@ -339,6 +339,7 @@ def load_given_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         OptionError: There is no such folder, or it holds no tokenizer.
     """
+    name = os.path.expanduser(name)
     _refuse_missing_path(name, option="tokenizer")
     found = None if name.endswith(".json") else ModelSource(name).load_tokenizer()
     if found is None:

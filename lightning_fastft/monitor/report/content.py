@@ -138,7 +138,10 @@ def _describe_validation(run: RunRecord) -> dict[str, Any] | None:
     step, values = run.last_validation
     if not run.validations:
         return None
-    metrics = [{"name": name, "value": values.get(name), **curve.to_dict()} for name, curve in run.validations.items()]
+    metrics = [
+        {"name": name, "value": values.get(name), "num_not_finite": run.not_finite[name], **curve.to_dict()}
+        for name, curve in run.validations.items()
+    ]
     return {"step": step, "metrics": metrics}
 
 

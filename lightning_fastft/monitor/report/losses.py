@@ -37,8 +37,8 @@ class StepLosses:
     def __init__(self) -> None:
         self.curve = Curve()
         self.num_not_finite = 0
-        # Sum and number of the micro-batches of the current step.
-        self._sum, self._num = 0.0, 0
+        # The current step, with sum and number of its micro-batches.
+        self._step, self._sum, self._num = 0, 0.0, 0
         # Steps and their finite losses.
         self._first: dict[int, float] = {}
         self._last: deque[tuple[int, float]] = deque(maxlen=NUM_ENDS)
@@ -53,6 +53,9 @@ class StepLosses:
             num_micro_batches: Number by which the losses of the step are divided; None for those that were added.
         """
         self.num_not_finite += not math.isfinite(loss)
+        if step != self._step:
+            # The last micro-batch of an earlier step may have had no loss.
+            self._step, self._sum, self._num = step, 0.0, 0
         self._sum, self._num = self._sum + loss, self._num + 1
         if not is_last:
             return

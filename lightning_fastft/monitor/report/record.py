@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ class RunRecord:
         values: What training logs besides the loss, by its name.
         validations: Curve of each metric of the validations, by its name.
         last_validation: Optimizer step and values of the last validation.
+        not_finite: Number of validations in which a metric was not finite, by its name.
         learning_rates: Learning rate of each optimizer step, by the names of Lightning's LearningRateMonitor.
         packs: Fill of the packs.
         times: Times of the micro-batches.
@@ -66,6 +68,7 @@ class RunRecord:
     values: dict[str, StepLosses] = field(default_factory=dict)
     validations: dict[str, Curve] = field(default_factory=dict)
     last_validation: tuple[int, dict[str, float]] = (0, {})
+    not_finite: Counter[str] = field(default_factory=Counter)
     learning_rates: dict[str, Curve] = field(default_factory=dict)
     packs: PackSums = field(default_factory=PackSums)
     times: BatchTimes = field(default_factory=lambda: BatchTimes(num_warmup=_NUM_WARMUP))
@@ -111,9 +114,9 @@ class RunRecord:
         """Add a value of the validation after an optimizer step; values that are not finite are not drawn."""
         others = self.last_validation[1] if step == self.last_validation[0] else {}
         self.last_validation = step, {**others, name: value}
-        self.validations.setdefault(name, Curve()).add(
-            step, value if math.isfinite(value) else 0.0, float(math.isfinite(value))
-        )
+        is_finite = math.isfinite(value)
+        self.not_finite[name] += not is_finite
+        self.validations.setdefault(name, Curve()).add(step, value if is_finite else 0.0, float(is_finite))
 
     def add_learning_rate(self, step: int, name: str, value: float) -> None:
         """Add the learning rate of an optimizer step."""

@@ -18,10 +18,16 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     bad: list[str] = []
     warn: list[str] = []
     good: list[str] = []
-    {"finished": good, "stopped": warn, "interrupted": warn}.get(outcome["state"], bad).append(_describe_end(data))
+    finished = good if head["num_steps"] else warn
+    {"finished": finished, "stopped": warn, "interrupted": warn}.get(outcome["state"], bad).append(_describe_end(data))
     num_not_finite = data["curves"]["loss"]["num_not_finite"]
     if num_not_finite:
         bad.append(f"The loss was not finite in {_count(num_not_finite, 'micro-batch')}.")
+    bad += [
+        f"{metric['name']} was not finite in {_count(metric['num_not_finite'], 'validation')}."
+        for metric in (data["validation"] or {"metrics": ()})["metrics"]
+        if metric["num_not_finite"]
+    ]
     reward = _find_reward(data)
     first, final = (head["first_loss"], head["final_loss"]) if reward is None else (reward["first"], reward["final"])
     if first is not None and final is not None and head["num_steps"] > 1:
@@ -29,7 +35,7 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
         name, verb, is_better = ("loss", "fall", final < first) if reward is None else ("reward", "rise", final > first)
         how = {"fall": "fell", "rise": "rose"}[verb] if is_better else f"did not {verb}: it went"
         means = _describe_means(head, first_step=reward is None)
-        (good if is_better else warn).append(f"The {name} {how} from {first:.4g} to {final:.4g} {means}.")
+        (good if is_better else warn).append(f"The {name} {how} from {_describe_change(first, final)} {means}.")
     refused = [status["name"] for status in data["statuses"] if status["state"] == "refused"]
     if refused:
         warn.append(f"Refused: {', '.join(refused)}; the table says why and what to do.")
@@ -68,9 +74,9 @@ def summarize(data: Mapping[str, Any]) -> str:
     reward = _find_reward(data)
     if reward is not None and reward["first"] is not None:
         means = _describe_means(head, first_step=False)
-        parts.append(f"reward {reward['first']:.4g} to {reward['final']:.4g} {means}")
+        parts.append(f"reward {_describe_change(reward['first'], reward['final'])} {means}")
     elif head["first_loss"] is not None and head["final_loss"] is not None:
-        parts.append(f"loss {head['first_loss']:.4g} to {head['final_loss']:.4g} {_describe_means(head)}")
+        parts.append(f"loss {_describe_change(head['first_loss'], head['final_loss'])} {_describe_means(head)}")
     if head["tokens_per_s"] is not None:
         parts.append(f"{head['tokens_per_s']:,.0f} tokens/s")
     stop = data["outcome"]["stop"]
@@ -106,6 +112,13 @@ def _describe_end(data: Mapping[str, Any]) -> str:
 def _find_reward(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the rewards of sampled completions; None for a run that has none."""
     return next((values for values in data["logged"] if values["name"] == _REWARD), None)
+
+
+def _describe_change(first: float, final: float) -> str:
+    """Return two values with as many digits as tell them apart: 4 to 7."""
+    texts = ((f"{first:.{digits}g}", f"{final:.{digits}g}") for digits in range(4, 8))
+    one, other = next((pair for pair in texts if pair[0] != pair[1]), (f"{first:.4g}", f"{final:.4g}"))
+    return f"{one} to {other}"
 
 
 def _describe_means(head: Mapping[str, Any], *, first_step: bool = True) -> str:

@@ -69,7 +69,7 @@ def read_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> str
     own = getattr(tokenizer, "chat_template", None)
     if chosen is not None and chosen.endswith(".jinja"):
         try:
-            return Path(chosen).read_text(encoding="utf-8")
+            return Path(chosen).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"chat_template={chosen!r} cannot be read: {error}") from error
     if chosen is not None and "{" not in chosen and not (isinstance(own, dict) and chosen in own):

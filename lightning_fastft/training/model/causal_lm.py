@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +73,7 @@ class CausalLMModule(LightningModule):
         from lightning_fastft.hf.lora_init import check_initialisation
 
         options.check(model)
-        lora = options.lora if options.adapter is None else read_adapter_config(options.adapter)
+        lora = options.lora if options.adapter is None else read_adapter_config(os.path.expanduser(options.adapter))
         is_instance = isinstance(model, nn.Module)
         self.source = None if is_instance else ModelSource(model, init=options.init, revision=options.revision)
         if isinstance(model, str) and options.init == "pretrained":

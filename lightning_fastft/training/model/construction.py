@@ -317,7 +317,8 @@ def add_lora(
     from lightning_fastft.hf.lora_init import ADAPTER, initialise_loftq
 
     compute_dtype = model.dtype
-    adapter, frozen_adapters = options.adapter, options.frozen_adapters or ()
+    adapter = None if options.adapter is None else os.path.expanduser(options.adapter)
+    frozen_adapters = [os.path.expanduser(folder) for folder in options.frozen_adapters or ()]
     for folder in (*([] if adapter is None else [adapter]), *frozen_adapters):
         check_adapter_base(folder, base=model, source=source, accept_other=options.accept_other_base)
     if source is not None and adapter is None and lora.revision not in (None, source.revision):

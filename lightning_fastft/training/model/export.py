@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ def save_model(
     from lightning_fastft.hf.export import check_readable, disk_errors, save_adapters, share_weights
     from lightning_fastft.hf.generation import add_stop
 
+    folder = os.path.expanduser(folder)
     has_peft = hasattr(model, "peft_config")
     if has_peft:
         check_readable(model)

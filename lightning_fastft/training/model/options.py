@@ -191,7 +191,7 @@ def check_second_model(name: str, model: object) -> None:
     if not isinstance(model, str):
         raise OptionError(f"{name} must be a name, a folder or a model, got {model!r} ({type(model).__name__}).")
     check_string(name, model)
-    folder = Path(model)
+    folder = Path(model).expanduser()
     is_adapters = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
     if is_adapters or (folder.suffix == ".ckpt" and folder.exists()):
         kind = "a folder of PEFT adapters" if is_adapters else "a checkpoint"

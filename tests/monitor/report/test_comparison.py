@@ -108,6 +108,7 @@ def test_refuses_what_is_no_two_reports(folder, tmp_path, capsys):
         ([run, str(other)], "version 1"),
         ([run, str(tmp_path / "not.json")], "not a run report"),
         ([run, str(folder / "b"), "--out", "page.txt"], ".html"),
+        ([run, str(folder / "b"), "--out", "/proc/runs/page.html"], "cannot be written"),
         ([run, str(folder / "b"), "--out", str(folder / "a" / "version_0" / "run_report.html")], "--out"),
     ):
         assert main(["report", *words]) == 1

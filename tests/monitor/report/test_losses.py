@@ -60,3 +60,12 @@ def test_window_with_a_loss_that_is_not_finite_has_no_point():
         losses.add(index // 2, value, is_last=bool(index % 2))
     assert losses.curve.points() == [(1, 1, 4.0)]
     assert (losses.first(2), losses.num_not_finite) == (4.0, 1)
+
+
+def test_a_step_whose_last_micro_batch_has_no_loss_is_in_no_other():
+    losses = StepLosses()
+    losses.add(0, 3.0, is_last=False, num_micro_batches=2)
+    # training_step returned None for the last micro-batch of step 0.
+    losses.add(1, 5.0, is_last=False, num_micro_batches=2)
+    losses.add(1, 7.0, is_last=True, num_micro_batches=2)
+    assert losses.curve.points() == [(1, 1, 6.0)]
