@@ -77,7 +77,7 @@ ANSWERED = [
     (["eval", ".", "--tasks", "a", "--data.columns.prompt", "q"], 1, "--data.columns would have no effect"),
     (["eval", "nope.ckpt", "--data", "x"], 1, "There is nothing at nope.ckpt"),
     (["push", "nope.ckpt", "me/mine"], 1, "There is nothing at nope.ckpt"),
-    (["push", ".", "me/mine"], 1, "no model's folder"),
+    (["push", ".", "me/mine"], 1, "not the folder of a model"),
     (["push", ".", "a/b/c"], 1, "REPO must be owner/name"),
     (["push", ".", "me/a--b"], 1, "Cannot have -- or .."),
     (["push", ".", "me/mine.git"], 1, "cannot end by '.git'"),

@@ -135,7 +135,7 @@ def test_a_sharded_checkpoint_is_exported_first(tmp_path, answer):
     (tmp_path / "meta.pt").touch()
     status, text = answer(["push", str(tmp_path), "me/mine"])
     assert status == 1
-    assert "no model's folder" not in text
+    assert "not the folder of a model" not in text
     assert "is damaged" in text
 
 
