@@ -88,5 +88,7 @@ def _count_processes() -> tuple[int, str]:
     given = os.environ
     if "WORLD_SIZE" in given and ("TORCHELASTIC_RUN_ID" in given or "RANK" in given):
         return int(given["WORLD_SIZE"]), "WORLD_SIZE"
-    name = next((name for name in _SIZES if int(given.get(name, "1")) > 1), "")
+    # The shell of srun --pty is one process, whatever the size of its step.
+    sizes = [name for name in _SIZES if not (name == "SLURM_STEP_NUM_TASKS" and "SLURM_PTY_PORT" in given)]
+    name = next((name for name in sizes if int(given.get(name, "1")) > 1), "")
     return int(given.get(name, "1")), name

@@ -20,6 +20,8 @@ SRUN = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
 }
+# srun --pty bash, in a step of four tasks.
+SHELL = {**SRUN, "SLURM_JOB_NAME": "bash", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "34889"}
 MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 # A process that Lightning started, on a node where mpirun started one.
 CHILD = {**MPIRUN, "LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "4"}
@@ -76,6 +78,7 @@ def test_size_that_is_not_that_of_the_job_is_refused(set_launcher, strategy, lau
         (MPIRUN, {"devices": 2, "num_nodes": 2}),
         (CHILD, {"devices": 2, "num_nodes": 2}),
         ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {"devices": 2}),
+        (SHELL, {"devices": 2}),
         # As Lightning leaves it for a second Trainer of a pod.
         ({"RANK": "0", "LOCAL_RANK": "0"}, {"devices": 2}),
     ],
