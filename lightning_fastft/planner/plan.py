@@ -91,9 +91,7 @@ def make_plan(
     check_int("host_budget_bytes", host_budget_bytes, low=0)
     check_segments(cost, uniform_plan(max(1, len(cost.segments)), "keep"))
     model = StepModel(cost, machine=machine, buffers=buffers)
-    num_weight_bytes = sum(segment.weight_bytes for segment in cost.segments)
-    if num_weight_bytes:
-        num_weight_bytes += cost.ends.total
+    num_weight_bytes = _count_streamed_bytes(cost)
     if weights == "stream":
         _check_streaming(machine, num_weight_bytes, host_budget_bytes)
     is_streamable = bool(num_weight_bytes) and not machine.is_unified and num_weight_bytes <= host_budget_bytes
@@ -155,8 +153,7 @@ def plan_policy(
     """
     is_streamed = weights == "stream"
     if is_streamed:
-        weight_bytes = sum(segment.weight_bytes for segment in cost.segments)
-        _check_streaming(machine, weight_bytes + cost.ends.total if weight_bytes else 0, host_budget_bytes)
+        _check_streaming(machine, _count_streamed_bytes(cost), host_budget_bytes)
     segments = tuple(segment._replace(is_streamed=is_streamed) for segment in uniform_plan(len(cost.segments), policy))
     prediction = predict(cost, segments, machine=machine, buffers=buffers)
     for place, needed, there in (
@@ -169,6 +166,12 @@ def plan_policy(
                 "'auto' or a smaller max_tokens."
             )
     return Plan(segments, prediction, ())
+
+
+def _count_streamed_bytes(cost: StepCost) -> int:
+    """Return the bytes of the frozen weights that can be on the host, with those of the ends; 0 if no layer has any."""
+    num_bytes = sum(segment.weight_bytes for segment in cost.segments)
+    return num_bytes + cost.ends.total if num_bytes else 0
 
 
 def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes: int) -> None:

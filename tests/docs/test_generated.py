@@ -95,6 +95,31 @@ def test_page_of_numbers_is_what_results_say(numbers):
     )
 
 
+def test_aims_in_the_table_are_missed(numbers):
+    for aim in numbers.write_aims(numbers.read_entries()).splitlines()[2:]:
+        _, wanted, measured, *_ = [cell.strip() for cell in aim.strip("|").split("|")]
+        short = [float(text.split()[0].replace(",", "")) for text in (wanted, measured)]
+        assert (short[1] < short[0]) if "tokens/s" in wanted else (short[1] > short[0]), aim
+
+
+def test_starts_are_those_of_the_newest_run(numbers):
+    def rows(command, factor):
+        parts = list(enumerate(("imports", "loaded", "first step", "steady"), start=1))
+        return [
+            {
+                "benchmark": "first_step", "workload": "w", "date": "2026-11-27", "device": "NVIDIA H200",
+                "command": command, "system": f"{system}, {caches} caches", "metric": f"time to {part}",
+                "value": f"{factor * number * (4 if system == 'unsloth' else 1)}",
+            }
+            for system in ("ours", "unsloth") for caches in ("cold", "warm") for number, part in parts
+        ]  # fmt: skip
+
+    _, _, cold, warm, _, run = numbers.write_first_steps([*rows("old", 10), *rows("new", 1)]).splitlines()
+    assert cold == "| w | cold | 1.0 | 2.0 | 3.0 | 4.0 | 12.0 | 16.0 | 0.25 | 0.25 |"
+    assert warm == cold.replace("cold", "warm")
+    assert run == "- w, H200, 2026-11-27: `new`"
+
+
 def find_numbers(text):
     """Return the numbers of prose. Names with digits (Qwen3-14B, H200, 8-bit) are none."""
     words = re.sub(r"<!--.*?-->|`[^`]*`|\]\([^)]*\)|\{\w+\}", " ", text)

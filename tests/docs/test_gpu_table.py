@@ -49,3 +49,18 @@ def test_cells_are_those_of_the_planner(place, table, cells):
 
 def test_measured_cells_are_in_bold(table, cells):
     assert {place for place, cell in cells.items() if cell.startswith("**")} == set(table.MEASURED)
+
+
+def test_the_run_with_the_most_steps_is_taken(table, tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    rows = [
+        ("ours fast", 20, 9822),
+        ("ours shipped", 200, 9666),
+        ("ours shipped A/A", 200, 9700),
+        ("unsloth off", 400, 1),
+    ]
+    lines = [f"2026-11-28,compare,w,{system},tokens,{value},{steps},NVIDIA H200" for system, steps, value in rows]
+    head = "date,benchmark,workload,system,metric,value,n,device"
+    (tmp_path / "benchmarks" / "results.csv").write_text("\n".join([head, *lines]))
+    monkeypatch.setattr(table, "DOCS", tmp_path / "docs")
+    assert table.read_measured(table.Measured("w"), find_gpu("H200")) == 9666
