@@ -2,11 +2,14 @@
 does not fit.
 """
 
+import functools
+
 import pytest
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.planner.plan import Machine, make_plan, predict, uniform_plan
+from lightning_fastft.planner.plan import Machine, make_plan, plan_policy, predict, uniform_plan
 from lightning_fastft.planner.prediction import StepModel
+from lightning_fastft.planner.step import EndBytes
 from tests.planner.planning import GB, H200, MB, UNIFIED, all_plans, fused_qwen3_14b, make_rng, qwen3_14b, random_step
 
 MUCH = 10**15
@@ -234,6 +237,16 @@ def test_what_cannot_fit_names_the_budget_the_least_peak_and_the_ways_out():
         plan_for(cost, 40 * GB, host=GB, weights="stream")
     with pytest.raises(OptionError, match="full fine-tuning"):
         plan_for(qwen3_14b(weight_bytes=0), 40 * GB, weights="stream")
+
+
+def test_streamed_weights_and_the_ends_of_the_model_need_host_memory():
+    cost = qwen3_14b()._replace(ends=EndBytes(embedding=GB, head=GB))
+    num_bytes = sum(segment.weight_bytes for segment in cost.segments)
+    options = {"vram_budget_bytes": 40 * GB, "machine": H200, "weights": "stream"}
+    for plan in (make_plan, functools.partial(plan_policy, policy="recompute")):
+        with pytest.raises(OptionError, match="raise host_budget"):
+            plan(cost, host_budget_bytes=num_bytes + GB, **options)
+        assert plan(cost, host_budget_bytes=MUCH, **options).segments[0].is_streamed
 
 
 def test_a_plan_for_64_layers_runs_at_most_1500_steps(monkeypatch):
