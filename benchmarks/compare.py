@@ -84,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"compare: {options.workload} on {options.device}; weights in {files.folder}, results in {out}", flush=True)
     settings, gaps = find_settings(SYSTEMS, device=options.device, row=options.row)
     chosen = [setting for setting in settings if is_chosen(setting, options.arms)]
+    check_arms(options.arms, settings, gaps, name=options.row or options.workload)
     for name, reason in gaps.items():
         print(f"not run: {name}: {reason}", flush=True)
     if options.resume and not (out / "raw.jsonl").exists():
@@ -255,6 +256,21 @@ def is_chosen(setting: tuple[str, str], arms: Iterable[str]) -> bool:
     """
     name = system_of({"system": setting[0], "mode": setting[1]})
     return name in arms or f"{name}:{setting[1]}" in arms
+
+
+def check_arms(
+    arms: Iterable[str], settings: Iterable[tuple[str, str]], gaps: Mapping[str, str], *, name: str
+) -> None:
+    """Check that --arms names settings of the row or workload, or what cannot run here.
+
+    Raises:
+        SystemExit: It names another setting.
+    """
+    able = [f"{system_of({'system': system, 'mode': mode})}:{mode}" for system, mode in settings]
+    known = {*able, *(gap.replace(" ", ":") for gap in gaps)}
+    unknown = [arm for arm in arms if ":" in arm and arm not in known and arm.partition(":")[0] not in gaps]
+    if unknown:
+        raise SystemExit(f"compare: {name} has no setting {', '.join(unknown)}; there are {', '.join(able)}")
 
 
 def of_named_systems(settings: Iterable[tuple[str, str]], arms: Iterable[str]) -> list[tuple[str, str]]:

@@ -417,6 +417,16 @@ def test_settings_of_a_row_are_its_own(monkeypatch):
     assert set(gaps) == {"plain keep+liger", "trl+liger recompute+liger", "trl+liger keep+liger"}
 
 
+def test_a_setting_that_the_row_does_not_have_is_named_before_anything_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "find_gap", lambda system, device: "absent" if system.arm == "unsloth" else "")
+    monkeypatch.setattr(compare.ComparisonRun, "build", lambda self: pytest.fail("built"))
+    words = ["--row", "tiny", "--out", str(tmp_path), "--no-chart", "--arms", "plain", "ours:keep+fused+fp8"]
+    with pytest.raises(SystemExit, match=r"tiny has no setting ours:keep\+fused\+fp8; there are .*ours:keep"):
+        compare.main(words)
+    settings, gaps = compare.find_settings(SYSTEMS, device="cpu", row="tiny")
+    compare.check_arms(["ours:keep", "unsloth:off", "ours"], settings, gaps, name="tiny")
+
+
 def test_default_root_is_in_memory_only_where_the_weights_fit(monkeypatch, tmp_path):
     monkeypatch.setattr(compare, "_SHARED_MEMORY", tmp_path)
     free = tmp_path / "free"
