@@ -258,9 +258,7 @@ def is_chosen(setting: tuple[str, str], arms: Iterable[str]) -> bool:
     return name in arms or f"{name}:{setting[1]}" in arms
 
 
-def check_arms(
-    arms: Iterable[str], settings: Iterable[tuple[str, str]], gaps: Mapping[str, str], *, name: str
-) -> None:
+def check_arms(arms: Iterable[str], settings: Iterable[tuple[str, str]], gaps: Mapping[str, str], *, name: str) -> None:
     """Check that --arms names settings of the row or workload, or what cannot run here.
 
     Raises:

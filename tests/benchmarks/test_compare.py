@@ -423,8 +423,8 @@ def test_a_setting_that_the_row_does_not_have_is_named_before_anything_is_built(
     words = ["--row", "tiny", "--out", str(tmp_path), "--no-chart", "--arms", "plain", "ours:keep+fused+fp8"]
     with pytest.raises(SystemExit, match=r"tiny has no setting ours:keep\+fused\+fp8; there are .*ours:keep"):
         compare.main(words)
-    settings, gaps = compare.find_settings(SYSTEMS, device="cpu", row="tiny")
-    compare.check_arms(["ours:keep", "unsloth:off", "ours"], settings, gaps, name="tiny")
+    settings, gaps = compare.find_settings(SYSTEMS, device="cuda", row="qwen3-8b-full")
+    compare.check_arms(["ours:keep+fused", "unsloth:off", "ours"], settings, gaps, name="qwen3-8b-full")
 
 
 def test_default_root_is_in_memory_only_where_the_weights_fit(monkeypatch, tmp_path):
