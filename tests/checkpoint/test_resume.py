@@ -9,12 +9,14 @@ import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.callbacks.packed_training import PackedTraining
@@ -179,6 +181,22 @@ def test_learning_rate_of_the_checkpoint_is_the_one_that_goes_on(tmp_path):
     with pytest.warns(UserWarning, match="learning_rate was"):
         trainer = fit(tmp_path, tuner(learning_rate=1e-2, **options), max_steps=2, ckpt_path=tmp_path / "a.ckpt")
     assert {group["lr"] for group in trainer.optimizers[0].param_groups} == {1e-3}
+
+
+def test_a_resumed_run_records_the_options_that_it_took_from_the_checkpoint(tmp_path):
+    """Its next checkpoint and its loggers; a later fit of the same tuner has its own options again."""
+    fit(tmp_path, tuner()).save_checkpoint(tmp_path / "a.ckpt")
+    resumed, logger = tuner(learning_rate=1e-2, weight_decay=0.1), CSVLogger(tmp_path, version="resumed")
+    with pytest.warns(UserWarning, match="learning_rate was"):
+        fit(tmp_path, resumed, max_steps=2, ckpt_path=tmp_path / "a.ckpt", logger=logger).save_checkpoint(
+            tmp_path / "b.ckpt"
+        )
+    recorded = torch.load(tmp_path / "b.ckpt", weights_only=True)
+    assert recorded["hyper_parameters"]["learning_rate"] == recorded[STATE]["settings"]["learning_rate"] == 1e-3
+    assert recorded["hyper_parameters"]["weight_decay"] is None
+    assert "learning_rate: 0.001\n" in (Path(logger.log_dir) / "hparams.yaml").read_text()
+    again = fit(tmp_path, resumed)
+    assert again.optimizers[0].param_groups[0]["initial_lr"] == resumed.hparams["learning_rate"] == 1e-2
 
 
 @pytest.mark.parametrize("lora", [{"r": 8}, None])
