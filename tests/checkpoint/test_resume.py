@@ -291,11 +291,15 @@ def test_other_options_of_an_optimizer_are_said_and_those_of_the_checkpoint_hold
     [
         ({"weight_decay": 0.1}, {"weight_decay": 0.2}),
         ({"optimizer": adamw(weight_decay=0.1)}, {"optimizer": adamw(weight_decay=0.2)}),
+        # None is the optimizer's own.
+        ({}, {"weight_decay": 0.2}),
+        ({"weight_decay": 0.1}, {}),
     ],
 )
 def test_another_weight_decay_is_reported_once(before, now, tmp_path):
     fit(tmp_path, tuner(**before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
-    with pytest.warns(UserWarning, match=r"weight_decay was 0\.1 and is 0\.2 \(the checkpoint's is used\)") as found:
+    said = r"weight_decay was (0\.1|None) and is (0\.2|None) \(the checkpoint's is used\)"
+    with pytest.warns(UserWarning, match=said) as found:
         fit(tmp_path, tuner(**now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
     assert sum("weight_decay" in str(warning.message) for warning in found) == 1
 

@@ -97,7 +97,10 @@ class ModelOptions:
         if self.adapter is not None:
             check_string("adapter", self.adapter)
             if self.lora is not None:
-                raise OptionError("adapter brings the configuration of its folder: remove lora, or remove adapter.")
+                raise OptionError(
+                    "adapter brings the configuration of its folder, and lora is given too. Remove lora (on the "
+                    "command line: --model.lora null), or remove adapter."
+                )
             if has_adapters:
                 raise OptionError("The model has PEFT adapters already: remove adapter, or give the base model.")
         folders = () if self.frozen_adapters is None else self.frozen_adapters
