@@ -233,8 +233,15 @@ def _describe_options(
         if isinstance(own[name], (int, float, tuple))
         and isinstance(group[name], (int, float, tuple, list))
         and _plain(own[name]) != _plain(group[name])
-        and settings.get(name) != (group[name], own[name])
+        and not _is_reported(settings.get(name), (group[name], own[name]))
     ]
+
+
+def _is_reported(setting: tuple[Any, Any] | None, values: tuple[Any, Any]) -> bool:
+    """Return whether a setting differs as both values of an option do; None is the optimizer's own value."""
+    if setting is None or setting[0] == setting[1]:
+        return False
+    return all(given is None or given == value for given, value in zip(setting, values))
 
 
 def _describe_rates(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[str]:

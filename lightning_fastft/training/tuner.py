@@ -24,6 +24,7 @@ from lightning_fastft.training.model.options import (
     check_interval,
     check_optimizer_options,
     collect_optimizer_hyperparameters,
+    collect_restored_hyperparameters,
 )
 from lightning_fastft.training.optimization.choice import (
     call_factory,
@@ -145,6 +146,8 @@ class Tuner(EvaluatedCausalLM):
         self.min_learning_rate_share = min_learning_rate_share
         check_optimizer_options(self)
         self.save_hyperparameters(collect_optimizer_hyperparameters(self))
+        # Options that the checkpoint of a resumed run replaced; the record of the run has these.
+        self._restored: dict[str, Any] = {}
         self._checked_models: set[int] = set()
         # By how many steps the schedule is ahead of the run, whose steps before a resume may have had another size.
         self._steps_ahead = 0.0
@@ -153,13 +156,16 @@ class Tuner(EvaluatedCausalLM):
         """Start at the beginning of the schedule; a checkpoint is restored later."""
         super().setup(stage)
         self._steps_ahead = 0.0
+        if stage == "fit" and self._restored:
+            self.hparams.update(collect_optimizer_hyperparameters(self))
+            self._restored = {}
         # Another run may install another head.
         self._checked_models.clear()
 
     @property
     def hparams_initial(self) -> AttributeDict:
         """The hyperparameters as they were saved, in the form that loggers take."""
-        return to_logged(super().hparams_initial)
+        return to_logged({**super().hparams_initial, **self._restored})
 
     def configure_model(self) -> None:
         """Build the model once; the end of the run releases what its optimizers hold beside their state."""
@@ -306,6 +312,8 @@ class Tuner(EvaluatedCausalLM):
         It is exact to a step, because the last step of an epoch may have fewer micro-batches.
         """
         super().on_load_checkpoint(checkpoint)
+        if self._trainer is not None and self.trainer.ckpt_path is not None:
+            self._restored = collect_restored_hyperparameters(checkpoint)
         saved = checkpoint.get(_SCHEDULE)
         if saved is None or self._trainer is None:
             return
@@ -338,7 +346,11 @@ class Tuner(EvaluatedCausalLM):
         return []
 
     def on_train_start(self) -> None:
-        """Give the rate that Lightning's LearningRateFinder found to the schedule, and a resumed run its own rate."""
+        """Give the rate that Lightning's LearningRateFinder found to the schedule, and a resumed run its own rate.
+
+        ExactResume has compared the options of both runs by now; the record has those that are used.
+        """
+        self.hparams.update(self._restored)
         has_finder = any(isinstance(callback, LearningRateFinder) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         for config in self.trainer.lr_scheduler_configs if has_finder else ():
             apply_found_rate(config.scheduler.optimizer, config.scheduler, found=self.learning_rate)

@@ -9,12 +9,14 @@ import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.callbacks.packed_training import PackedTraining
@@ -181,6 +183,22 @@ def test_learning_rate_of_the_checkpoint_is_the_one_that_goes_on(tmp_path):
     assert {group["lr"] for group in trainer.optimizers[0].param_groups} == {1e-3}
 
 
+def test_a_resumed_run_records_the_options_that_it_took_from_the_checkpoint(tmp_path):
+    """Its next checkpoint and its loggers; a later fit of the same tuner has its own options again."""
+    fit(tmp_path, tuner()).save_checkpoint(tmp_path / "a.ckpt")
+    resumed, logger = tuner(learning_rate=1e-2, weight_decay=0.1), CSVLogger(tmp_path, version="resumed")
+    with pytest.warns(UserWarning, match="learning_rate was"):
+        fit(tmp_path, resumed, max_steps=2, ckpt_path=tmp_path / "a.ckpt", logger=logger).save_checkpoint(
+            tmp_path / "b.ckpt"
+        )
+    recorded = torch.load(tmp_path / "b.ckpt", weights_only=True)
+    assert recorded["hyper_parameters"]["learning_rate"] == recorded[STATE]["settings"]["learning_rate"] == 1e-3
+    assert recorded["hyper_parameters"]["weight_decay"] is None
+    assert "learning_rate: 0.001\n" in (Path(logger.log_dir) / "hparams.yaml").read_text()
+    again = fit(tmp_path, resumed)
+    assert again.optimizers[0].param_groups[0]["initial_lr"] == resumed.hparams["learning_rate"] == 1e-2
+
+
 @pytest.mark.parametrize("lora", [{"r": 8}, None])
 def test_settings_that_make_tensors_useless_are_refused(tmp_path, lora):
     seed_everything(7, verbose=False)
@@ -273,11 +291,15 @@ def test_other_options_of_an_optimizer_are_said_and_those_of_the_checkpoint_hold
     [
         ({"weight_decay": 0.1}, {"weight_decay": 0.2}),
         ({"optimizer": adamw(weight_decay=0.1)}, {"optimizer": adamw(weight_decay=0.2)}),
+        # None is the optimizer's own.
+        ({}, {"weight_decay": 0.2}),
+        ({"weight_decay": 0.1}, {}),
     ],
 )
 def test_another_weight_decay_is_reported_once(before, now, tmp_path):
     fit(tmp_path, tuner(**before), callbacks=[SaveAtStep(1, tmp_path / "a.ckpt")], max_steps=2)
-    with pytest.warns(UserWarning, match=r"weight_decay was 0\.1 and is 0\.2 \(the checkpoint's is used\)") as found:
+    said = r"weight_decay was (0\.1|None) and is (0\.2|None) \(the checkpoint's is used\)"
+    with pytest.warns(UserWarning, match=said) as found:
         fit(tmp_path, tuner(**now), ckpt_path=tmp_path / "a.ckpt", max_steps=2)
     assert sum("weight_decay" in str(warning.message) for warning in found) == 1
 

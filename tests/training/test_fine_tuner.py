@@ -63,6 +63,16 @@ def test_train_loss_is_the_mean_over_the_labelled_tokens_of_its_batch(tmp_path):
     assert float(trainer.callback_metrics["train_loss"]) == pytest.approx(truth, rel=1e-5)
 
 
+def test_batches_can_be_read_after_the_run_and_a_restored_model_refuses_them(tmp_path):
+    module, data = tuner(), quiet_data([{"input_ids": [3, 4, 5, 6]}, {"input_ids": [7, 8, 9]}], val_share=0.0)
+    quiet_trainer(tmp_path, strategy="fastft", max_steps=1).fit(module, data)
+    data.setup("fit")
+    (batch,) = itertools.islice(data.train_dataloader(), 1)
+    assert sorted(batch.context.lengths) == [3, 4]
+    with pytest.raises(ContextError, match="without packed attention"):
+        module.model(**batch)
+
+
 def test_auxiliary_loss_of_routers_counts_no_padding(tmp_path):
     """The pad tail changes neither the step nor what is logged."""
 

@@ -367,7 +367,7 @@ def test_noise_follows_the_length_of_each_document_and_its_seeds():
         ({"loraplus_lr_ratio": 4.0}, "give lora"),
         ({"lora": {}, "loraplus_lr_ratio": 0.5}, "loraplus_lr_ratio"),
         ({"lora": {}, "neftune_noise_alpha": -1.0}, "neftune_noise_alpha"),
-        ({"lora": {}, "adapter": "folder"}, "remove lora"),
+        ({"lora": {}, "adapter": "folder"}, r"--model\.lora null"),
         ({"adapter": "nowhere"}, "adapter_config.json"),
         ({"frozen_adapters": ["nowhere"]}, "give lora"),
         ({"lora": {}, "frozen_adapters": "nowhere"}, "list of folders"),

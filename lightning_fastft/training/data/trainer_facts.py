@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
 from lightning_fastft.core.errors import ContextError, OptionError
@@ -165,13 +166,14 @@ def check_accumulation(trainer: Trainer, *, planned: int) -> None:
 
 
 def check_prepared(trainer: Trainer) -> None:
-    """Check that transformers models in the LightningModule have packed attention.
+    """Check that transformers models in the LightningModule of a running Trainer have packed attention.
 
     Raises:
         ContextError: Documents of a pack would see each other.
     """
-    # Without an import of transformers there is no transformers model.
-    if "transformers" not in sys.modules:
+    # Without an import of transformers there is no transformers model. After a run its models are restored, and a loop
+    # of your own may read the batches.
+    if "transformers" not in sys.modules or trainer.state.status != TrainerStatus.RUNNING:
         return
     from lightning_fastft.patches.packed import describe_unprepared
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +36,8 @@ _KEPT_OF_OPTIMIZER = (
     "learning_rate", "weight_decay", "scheduler", "scheduler_interval", "warmup_share", "warmup_steps",
     "min_learning_rate_share", "loraplus_lr_ratio",
 )  # fmt: skip
+# Those whose values a resumed run takes from its checkpoint, as Lightning restores the optimizer.
+_RESTORED = ("learning_rate", "weight_decay", "loraplus_lr_ratio")
 _KEPT = ("quantization", "dtype", "adapter_dtype", "master_dtype", "revision", "frozen_adapters", "init")
 
 
@@ -94,7 +97,10 @@ class ModelOptions:
         if self.adapter is not None:
             check_string("adapter", self.adapter)
             if self.lora is not None:
-                raise OptionError("adapter brings the configuration of its folder: remove lora, or remove adapter.")
+                raise OptionError(
+                    "adapter brings the configuration of its folder, and lora is given too. Remove lora (on the "
+                    "command line: --model.lora null), or remove adapter."
+                )
             if has_adapters:
                 raise OptionError("The model has PEFT adapters already: remove adapter, or give the base model.")
         folders = () if self.frozen_adapters is None else self.frozen_adapters
@@ -205,3 +211,9 @@ def collect_optimizer_hyperparameters(tuner: Tuner) -> dict[str, Any]:
     """Return the options of the optimizer that a checkpoint keeps: all but a scheduler that is a function."""
     options = {name: getattr(tuner, name) for name in _KEPT_OF_OPTIMIZER}
     return {name: value for name, value in options.items() if not callable(value)}
+
+
+def collect_restored_hyperparameters(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the optimizer in a checkpoint that replace those of the run that resumes it."""
+    saved = checkpoint.get("hyper_parameters") or {}
+    return {name: saved[name] for name in _RESTORED if name in saved}
