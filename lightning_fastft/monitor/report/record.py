@@ -103,7 +103,10 @@ class RunRecord:
             divisor = num_micro_batches if is_planned else None
             self.losses.add(step, loss * num_micro_batches, is_last=is_last, num_micro_batches=divisor)
             for name, value in zip(names, others):
-                self.values.setdefault(name, StepLosses()).add(step, value, is_last=is_last)
+                self.values.setdefault(name, StepLosses()).add(step, value, is_last=False)
+            # Also of values that the last micro-batch did not log.
+            for series in self.values.values() if is_last else ():
+                series.end_step(step)
 
     def add_scalars(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         """Add learning rates and values of validations whose copies to the host are complete."""
