@@ -128,7 +128,7 @@ def _describe_means(head: Mapping[str, Any], *, first_step: bool = True) -> str:
 
 
 def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
-    """Return a sentence if much of the packs is empty and another max_tokens may help.
+    """Return a sentence if much of the packs is empty, unless fewer packs could not hold the tokens.
 
     If max_tokens is not known, the sentence is about the share of padding.
     """

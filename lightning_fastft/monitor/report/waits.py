@@ -109,9 +109,9 @@ class WaitRecorder:
     """Record host syncs while it is on.
 
     On CUDA the dispatcher shows operations that sync, also in the backward, ``torch.cuda.set_sync_debug_mode`` shows
-    others, and calls of ``synchronize`` are counted. A sync that neither shows is not found, such as one of an extension
-    that calls the driver itself. On a CPU operations are recorded that would sync if their tensors were on a GPU,
-    so reads of tensors that never leave the host count too.
+    others, and calls of ``synchronize`` are counted. A sync that none of them shows is missed, such as one of an
+    extension that calls the driver itself. On a CPU operations are recorded that would sync if their tensors were on a
+    GPU, so reads of tensors that never leave the host count too.
 
     Args:
         device: Device of the step.
@@ -189,7 +189,7 @@ class WaitRecorder:
             remedy: The fix; "" looks it up by the operation.
         """
         frames = _frames()
-        if self.device.type != "cuda" and frames and (_reads_host(frames) or _is_in(frames[0], self.host_only)):
+        if self.device.type != "cuda" and frames and _reads_host(frames, host_only=self.host_only):
             return
         known = next((text for part, text in _KNOWN for frame in frames if part in frame.f_code.co_filename), "")
         of_user = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), None)
@@ -301,10 +301,6 @@ def _frames() -> list[FrameType]:
     return frames
 
 
-def _is_in(frame: FrameType, prefixes: tuple[str, ...]) -> bool:
-    return frame.f_code.co_filename.startswith(prefixes)
-
-
 def _is_logging(frame: FrameType) -> bool:
     """Return whether Lightning passes values of ``self.log`` to the loggers in a frame."""
     return frame.f_code.co_name == "log_metrics" and _CONNECTOR in frame.f_code.co_filename
@@ -328,15 +324,17 @@ def _backward_place(frames: list[FrameType]) -> Place | None:
     return Place("<backward>", 0, node.name(), f"backward of the operation that made {node.name()}")
 
 
-def _reads_host(frames: list[FrameType]) -> bool:
+def _reads_host(frames: list[FrameType], *, host_only: tuple[str, ...]) -> bool:
     """Return whether a read is of tensors that are on the host in a run on CUDA too.
 
-    They are batches that the loader makes, step counters of optimizers, and checks that only a CPU makes.
+    They are batches that the loader makes, step counters of optimizers, checks that only a CPU makes, and what code
+    under the paths host_only reads.
     """
     inner = frames[0]
     is_step_counter = inner.f_code.co_name == "_get_value" and "torch/optim/" in inner.f_code.co_filename
     return (
         is_step_counter
+        or inner.f_code.co_filename.startswith(host_only)
         or "one_hot(" in _place(inner).text
         or any(frame.f_code.co_filename.endswith(_FETCHERS) for frame in frames)
     )
