@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Tokens per second are averaged over this many finished micro-batches.
 NUM_BATCHES_IN_RATE = 20
-# What the tuners log that says most about a run.
+# Logged values of the tuners that say most about a run.
 NAMES = ("train_reward", "train_reward_accuracy", "train_accuracy", "train_divergence")
 TRAINING = "train_"
 # Stands for the loss among the names of logged values; it never equals one of them.
@@ -149,7 +149,10 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
                 # Also inside a window: finished copies show the progress of the device for tokens per second.
                 (factors, values), self._step = self._step or ({}, loss), None
                 self._copies.push((self._num_tokens, factors), values)
-        self._take_in()
+        elif trainer.global_step != self._last_global_step:
+            # The last micro-batch of the window has no loss, so the mean of the step is not known.
+            self._sums, self._last_global_step = {}, trainer.global_step
+        self._read_copies()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -172,13 +175,13 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         super().on_train_end(*args)
 
     def on_exception(self, *args: Any) -> None:
-        """End the lines of the bars, so that the error begins on a line of its own."""
+        """Close the bars, so that the error starts on its own line."""
         self._drop()
         for bar in self.open_bars():
             bar.close()
 
     def open_bars(self) -> list[Tqdm]:
-        """Return the bars that were made, the lowest on the screen first; a closed one does nothing more."""
+        """Return the bars that exist, the lowest on the screen first; a closed one ignores all calls."""
         bars = (self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar, self._train_progress_bar)
         return [bar for bar in bars if bar is not None]
 
@@ -193,12 +196,12 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._sums, self._step = {}, None
 
     def _add(self, trainer: Trainer, loss: torch.Tensor, *, is_divided: bool) -> None:
-        """Add loss and values of a micro-batch to its window; at the end of a window, compute those of the step.
+        """Add loss and logged values of a micro-batch to its window; at the end of a window, sum up the step.
 
         Args:
-            trainer: Has the micro-batches of a whole window.
-            loss: Divided by them.
-            is_divided: Whether the losses of a shorter window are larger for that.
+            trainer: The Trainer.
+            loss: Loss, divided by the micro-batches of a full window.
+            is_divided: Whether the losses of a shorter window already sum to its mean.
         """
         num_micro_batches = trainer.accumulate_grad_batches
         logged = logged_step_values(trainer) if self.names else {}
@@ -214,7 +217,8 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._step = factors, torch.stack([total for total, _ in self._sums.values()])
         self._sums, self._last_global_step = {}, trainer.global_step
 
-    def _take_in(self) -> None:
+    def _read_copies(self) -> None:
+        """Update the shown values and the token rate with finished copies."""
         for (num_tokens, factors), values in self._copies.poll():
             # Inside a window there are no factors, because no step has ended.
             for (name, factor), value in zip(factors.items(), values.reshape(-1)):
@@ -227,7 +231,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
 
 
 class _ClearsBars(logging.Filter):
-    """Clear the bars before a message is written, which would go on their line; their next update draws them again."""
+    """Clear the bars before a log message is written on their line; their next update draws them again."""
 
     def __init__(self, owner: FastFTProgressBar) -> None:
         super().__init__()
@@ -247,7 +251,7 @@ def _console_handlers() -> list[logging.Handler]:
     names = (None, "lightning", "lightning.pytorch", "lightning_fastft")
     handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
     found = [handler for handler in handlers if type(handler) is logging.StreamHandler]
-    # Python's handler for messages of loggers without one.
+    # Python's handler for loggers that have none.
     return [*found, *([] if logging.lastResort is None else [logging.lastResort])]
 
 

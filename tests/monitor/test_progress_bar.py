@@ -208,6 +208,18 @@ def test_a_value_that_some_micro_batches_do_not_log_is_the_mean_of_the_others(tm
     assert list(dict.fromkeys(found)) == (steps if refresh_rate == 1 else steps[:1])
 
 
+def test_a_step_whose_last_micro_batch_has_no_loss_is_in_no_other(tmp_path):
+    class SkipsOne(KeepsLosses):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else loss
+
+    module, bar = SkipsOne(tiny_llama()), RecordingBar()
+    fit(tmp_path, module, bar, accumulate_grad_batches=2)
+    shown = dict.fromkeys(metrics["loss"] for metrics in bar.seen if "loss" in metrics)
+    assert list(shown) == [f"{sum(module.losses[begin : begin + 2]) / 2:.3f}" for begin in (2, 4)]
+
+
 def test_refresh_inside_a_window_shows_the_last_whole_step(tmp_path):
     module, bar = KeepsLosses(tiny_llama()), RecordingBar(refresh_rate=3)
     fit(tmp_path, module, bar, accumulate_grad_batches=2)
