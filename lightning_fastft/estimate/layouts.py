@@ -63,7 +63,8 @@ class Traffic(NamedTuple):
         forward_ms: Link time of gathers, which overlap with the forward.
         backward_ms: Link time of gathers and reductions, which overlap with the backward.
         handled_ms: Time by which gathers and reductions delay compute.
-        exposed_ms: Time of token exchanges, which do not overlap with compute.
+        exposed_ms: Time of token exchanges and of the all-reduce of replicated adapters, which do not overlap with
+            compute.
         bound: The link that is busy longest.
     """
 
@@ -131,36 +132,40 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
         num_tokens: Tokens of a GPU's micro-batch.
     """
     shards = num_shards(layout, cluster)
-    state = sum(part.num_trained for part in model.parts) * model.state_itemsize
+    num_trained = sum(part.num_trained for part in model.parts)
+    state = num_trained * model.state_itemsize
     if shards == 1:
         held = sum(part.frozen_bytes + part.fp8_copy_bytes for part in model.parts) + state
         # Buckets of the first reduction, before gradients become views of them.
-        if cluster.num_gpus > 1:
-            held += sum(part.num_trained for part in model.parts) * model.trained_itemsize
+        held += num_trained * model.trained_itemsize if cluster.num_gpus > 1 else 0
         return int(held) + model.shared_bytes
+    layers, root = (
+        [_sharded_part(part, layout, model) for part in model.layers],
+        _sharded_part(model.root, layout, model),
+    )
     held = sum(model.sharded_bytes(part) for part in model.parts) / shards
-    held += state if model.replicates_adapters else state / shards
-    keeps_trained = layout.is_resident and not model.replicates_adapters
-    kept_bytes = model.gathered_bytes if keeps_trained else model.sharded_bytes
+    # The all-reduce of replicated adapters copies their gradients.
+    held += state + num_trained * _REDUCED_BYTES if model.replicates_adapters else state / shards
     if layout.is_resident:
-        held += sum(map(kept_bytes, model.layers))
+        held += sum(map(model.gathered_bytes, layers))
     # Every rank has the scales of the whole weights, and a buffer for the concatenated weights of one product.
     held += sum(layer.num_fp8_columns for layer in model.layers) * SCALE_BYTES
     held += max(layer.max_fp8 for layer in model.layers)
-    layers = [_gathered_part(layer, layout) for layer in model.layers]
     layer = max(layers, key=model.gathered_bytes)
     # The tensors outside of the layers stay gathered during the step, and so do their gradients in the backward.
-    root = model.gathered_bytes(model.root) + model.root.num_trained * model.trained_itemsize
-    gathered = 0.0 if keeps_trained else model.gathered_bytes(layer, is_resident=layout.is_resident)
+    root_bytes = model.gathered_bytes(root) + root.num_trained * model.trained_itemsize
+    gathered = 0.0 if layout.is_resident else model.gathered_bytes(layer)
     gradients = layer.num_trained * (model.trained_itemsize + _REDUCED_BYTES)
     layer_bytes = max(_FORWARD_LAYERS * gathered, _BACKWARD_LAYERS * gathered + gradients)
     # Inputs of all ranks that share the experts, and outputs before they are reduced.
     tokens = 2 * num_tokens * model.width * model.itemsize * layout.size if layout.size > 1 else 0
-    return int(held + root + layer_bytes + tokens) + model.shared_bytes
+    return int(held + root_bytes + layer_bytes + tokens) + model.shared_bytes
 
 
-def _gathered_part(part: LayerSize, layout: Layout) -> LayerSize:
-    """Return the sizes of what is gathered of a part: all but the experts that ranks own."""
+def _sharded_part(part: LayerSize, layout: Layout, model: ModelSize) -> LayerSize:
+    """Return what is gathered and reduced of a part: not replicated adapters, and not the experts that ranks own."""
+    if layout.kind != "ddp" and model.replicates_adapters:
+        part = part._replace(num_trained=0)
     if layout.kind != "expert":
         return part
     return part._replace(
@@ -184,7 +189,7 @@ def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize
     shards = num_shards(layout, cluster)
     return cost._replace(
         base_bytes=resident_bytes(layout, cluster, model, num_tokens=num_tokens),
-        other_ms=cost.other_ms / shards,
+        other_ms=cost.other_ms / (1 if model.replicates_adapters else shards),
         # The planner streams whole frozen weights, and shards are not whole.
         segments=tuple(segment._replace(weight_bytes=0) for segment in cost.segments) if shards > 1 else cost.segments,
         ends=EndBytes() if shards > 1 else cost.ends,
@@ -230,7 +235,7 @@ def exchange(
     if shards > 1:
         for part in model.parts:
             is_layer = part is not model.root
-            gathered = _gathered_part(part, layout)
+            gathered = _sharded_part(part, layout, model)
             num_bytes = model.gathered_bytes(gathered, is_resident=layout.is_resident and is_layer)
             forward += ring.neighbours_ms(num_bytes, shards)
             # The tensors outside of the layers stay gathered.
@@ -238,8 +243,9 @@ def exchange(
             backward += ring.neighbours_ms(num_bytes, shards) if is_gathered_again else 0.0
             handled += num_bytes * (2 if is_gathered_again else 1)
     for part in model.parts if is_last else ():
-        gathered = _gathered_part(part, layout)
-        num_bytes = gathered.num_trained * (_REDUCED_BYTES if shards > 1 else model.trained_itemsize)
+        num_bytes = _sharded_part(part, layout, model).num_trained * (
+            _REDUCED_BYTES if shards > 1 else model.trained_itemsize
+        )
         handled += num_bytes
         if layout.kind == "expert":
             expert_bytes = part.num_expert_trained * model.trained_itemsize
@@ -249,7 +255,12 @@ def exchange(
             backward += ring.groups_ms(num_bytes / shards, shards, times=2)
         else:
             backward += ring.neighbours_ms(num_bytes, cluster.num_gpus, times=2)
-    exposed = sum(
+    exposed = 0.0
+    if is_last and shards > 1 and model.replicates_adapters:
+        # One all-reduce at the end of the backward.
+        num_bytes = sum(part.num_trained for part in model.parts) * _REDUCED_BYTES
+        exposed += ring.neighbours_ms(num_bytes, cluster.num_gpus, times=2)
+    exposed += sum(
         _exchange_tokens(ring, layout, model, num_tokens=num_tokens, num_passes=3 if is_recomputed else 2)
         for is_recomputed in recomputed
     )
