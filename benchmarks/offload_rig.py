@@ -26,6 +26,7 @@ from benchmarks.ruler.workloads import Pack, Workload, lora_config, make_packs, 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
 from lightning_fastft.activations.probe import measure_machine
 from lightning_fastft.activations.stack import SegmentStack
+from lightning_fastft.activations.streams import CudaCopyStreams
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.hf.families import decoder_layers, find_causal_models
 from lightning_fastft.planner.step import SegmentPlan, StepCost, uniform_plan
@@ -161,8 +162,6 @@ class Rig:
     def _fit(self, run: Run, record: dict[str, Any], *, deadline: float) -> None:
         mode = parse_mode(run.mode)
         checkpointing = mode.checkpointing
-        if run.is_serial:
-            checkpointing.options = checkpointing.options._replace(is_serial=True)
         follow = RunCallback(run, record, rig=self, checkpointing=checkpointing, deadline=deadline)
         trainer = make_trainer(
             FastFTStrategy(activations=checkpointing), follow, max_steps=follow.num_total, is_cuda=self.is_cuda
@@ -197,6 +196,14 @@ class Rig:
         """Swap in Liger's layers if requested."""
         if self._wants_liger:
             install_liger_layers(self.tuner.model, patcher)
+
+
+class SerialCopyStreams(CudaCopyStreams):
+    """Copy on the compute stream, without overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.out_stream = self.in_stream = torch.cuda.current_stream(device)
 
 
 class RunCallback(Callback):
@@ -240,6 +247,8 @@ class RunCallback(Callback):
             torch.cuda.reset_peak_memory_stats()
         self._rig.install_liger(self.patcher)
         self._rig.restore()
+        for stack in self._checkpointing.stacks if self._run.is_serial else ():
+            stack.executor.make_copy_streams = SerialCopyStreams
         if self._run.delay_ms:
             for layer in self._rig.layers():
                 self.patcher.add_undo(layer.register_forward_pre_hook(self._delay).remove)

@@ -16,13 +16,11 @@ from lightning_fastft.planner.step import SegmentPlan, StepCost
 class PlanExecutor:
     """Apply plans to the segments of a model, and own the offload engine and the copy streams."""
 
-    def __init__(self, segments: Sequence[Segment], *, buffers: int, is_serial: bool) -> None:
+    def __init__(self, segments: Sequence[Segment], *, buffers: int) -> None:
         self.engine: OffloadEngine | None = None
         # Fill each freed slot with NaN, for tests.
         self.is_poisoned = False
-        self.make_copy_streams: Callable[[torch.device], CopyStreams] = lambda device: make_copy_streams(
-            device, is_serial=is_serial
-        )
+        self.make_copy_streams: Callable[[torch.device], CopyStreams] = make_copy_streams
         self._segments = segments
         self._buffers = buffers
         # The copy streams; None if there are none yet.

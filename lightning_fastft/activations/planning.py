@@ -28,14 +28,13 @@ _MAX_NOTCHES = 5
 
 
 class StackOptions(NamedTuple):
-    """Options of a stack: those of OffloadCheckpointing, and is_serial for benchmarks (copies do not overlap)."""
+    """Options of OffloadCheckpointing for one stack."""
 
     policy: str
     vram_budget_bytes: int | None
     host_budget_bytes: int | None
     buffers: int
     weights: str = "auto"
-    is_serial: bool = False
     mlp_tiles: int = 1
     may_tile: bool = False
 
@@ -67,7 +66,7 @@ class PlannedStack:
         self.segments = [
             Segment(index, list(layer.modules()), has_router=_has_router(layer)) for index, layer in enumerate(layers)
         ]
-        self.executor = PlanExecutor(self.segments, buffers=options.buffers, is_serial=options.is_serial)
+        self.executor = PlanExecutor(self.segments, buffers=options.buffers)
         self.plan: Plan | None = None
         self.cost: StepCost | None = None
         self.note = ""

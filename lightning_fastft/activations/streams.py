@@ -45,12 +45,11 @@ class CudaCopyStreams(CopyStreams):
 
     Sources and targets are flat, contiguous byte tensors, so every copy is one asynchronous memcpy; host tensors must
     be pinned. The caching allocator is not informed: the caller keeps a source alive until compute has waited for its
-    copy. is_serial copies on the compute stream.
+    copy.
     """
 
-    def __init__(self, device: torch.device, *, is_serial: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.is_serial = is_serial
         self.out_stream = torch.cuda.Stream(device)
         self.in_stream = torch.cuda.Stream(device)
 
@@ -82,7 +81,6 @@ class CudaCopyStreams(CopyStreams):
     def _copy(
         self, target: torch.Tensor, source: torch.Tensor, *, stream: torch.cuda.Stream, after: Sequence[Any]
     ) -> torch.cuda.Event:
-        stream = torch.cuda.current_stream(self.device) if self.is_serial else stream
         for mark in after:
             stream.wait_event(mark)
         with torch.cuda.stream(stream):
@@ -95,11 +93,6 @@ class CudaCopyStreams(CopyStreams):
         return event
 
 
-def make_copy_streams(device: torch.device, *, is_serial: bool = False) -> CopyStreams:
-    """Return the streams of a device: two streams on CUDA, immediate copies elsewhere.
-
-    is_serial copies on the compute stream without overlap, for comparison in measurements.
-    """
-    if device.type == "cuda":
-        return CudaCopyStreams(device, is_serial=is_serial)
-    return CopyStreams(device)
+def make_copy_streams(device: torch.device) -> CopyStreams:
+    """Return the streams of a device: two streams on CUDA, immediate copies elsewhere."""
+    return CudaCopyStreams(device) if device.type == "cuda" else CopyStreams(device)

@@ -49,7 +49,7 @@ class Layout(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return a short name for tables."""
+        """Short name for tables."""
         name = {"ddp": "DDP", "fsdp2": "FSDP2", "hybrid": "hybrid sharding", "expert": "expert parallel"}[self.kind]
         name += f" {self.size}" if self.kind == "expert" else ""
         name += ", kept gathered" if self.is_resident else ""
@@ -57,13 +57,14 @@ class Layout(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one GPU exchanges in a step of one micro-batch.
+    """What one GPU exchanges in one micro-batch.
 
     Args:
-        forward_ms: Time of the links that overlaps with the forward: gathers.
-        backward_ms: Time of the links that overlaps with the backward: gathers and reductions.
-        handled_ms: Time by which these delay compute on the device.
-        exposed_ms: Exchanges of tokens, which do not overlap with compute.
+        forward_ms: Link time of gathers, which overlap with the forward.
+        backward_ms: Link time of gathers and reductions, which overlap with the backward.
+        handled_ms: Time by which gathers and reductions delay compute.
+        exposed_ms: Time of token exchanges and of the all-reduce of replicated adapters, which do not overlap with
+            compute.
         bound: The link that is busy longest.
     """
 
@@ -79,8 +80,8 @@ class Forecast(NamedTuple):
 
     Args:
         step_ms: Time of an optimizer step.
-        added_ms: Part of it that communication and the wait for the slowest rank add.
-        bound: The link that limits it.
+        added_ms: Part of step_ms that communication and the wait for the slowest rank add.
+        bound: The link that is busy longest.
     """
 
     step_ms: float
@@ -89,7 +90,7 @@ class Forecast(NamedTuple):
 
     @property
     def is_link_bound(self) -> bool:
-        """Whether communication adds more than 15 % of the step."""
+        """Whether added_ms is more than 15 % of the step."""
         return self.added_ms > _BOUND_SHARE * self.step_ms
 
 
@@ -117,14 +118,12 @@ def num_shards(layout: Layout, cluster: Cluster) -> int:
 
 
 def keeps_fp8(layout: Layout, cluster: Cluster, model: ModelSize) -> bool:
-    """Return whether frozen weights that compute in fp8 on one GPU do so in a layout: sharded ones only if they are
-    gathered in e4m3.
-    """
+    """Return whether frozen weights compute in fp8 in a layout as on one GPU: sharded ones only if gathered in e4m3."""
     return model.gathers_fp8 or num_shards(layout, cluster) == 1
 
 
 def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_tokens: int) -> int:
-    """Return the device memory that one GPU needs throughout: shards and what is gathered of them, state, messages.
+    """Return the device memory that one GPU needs throughout: shards, gathered layers, optimizer state, messages.
 
     Args:
         layout: How the work is distributed.
@@ -133,34 +132,40 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
         num_tokens: Tokens of a GPU's micro-batch.
     """
     shards = num_shards(layout, cluster)
-    state = sum(part.num_trained for part in model.parts) * model.state_itemsize
+    num_trained = sum(part.num_trained for part in model.parts)
+    state = num_trained * model.state_itemsize
     if shards == 1:
         held = sum(part.frozen_bytes + part.fp8_copy_bytes for part in model.parts) + state
         # Buckets of the first reduction, before gradients become views of them.
-        buckets = sum(part.num_trained for part in model.parts) * model.trained_itemsize if cluster.num_gpus > 1 else 0
-        return int(held + buckets) + model.shared_bytes
+        held += num_trained * model.trained_itemsize if cluster.num_gpus > 1 else 0
+        return int(held) + model.shared_bytes
+    layers, root = (
+        [_sharded_part(part, layout, model) for part in model.layers],
+        _sharded_part(model.root, layout, model),
+    )
     held = sum(model.sharded_bytes(part) for part in model.parts) / shards
-    held += state if model.replicates_adapters else state / shards
-    keeps_trained = layout.is_resident and not model.replicates_adapters
-    kept_bytes = model.gathered_bytes if keeps_trained else model.sharded_bytes
-    held += sum(map(kept_bytes, model.layers)) if layout.is_resident else 0.0
+    # The all-reduce of replicated adapters copies their gradients.
+    held += state + num_trained * _REDUCED_BYTES if model.replicates_adapters else state / shards
+    if layout.is_resident:
+        held += sum(map(model.gathered_bytes, layers))
     # Every rank has the scales of the whole weights, and a buffer for the concatenated weights of one product.
     held += sum(layer.num_fp8_columns for layer in model.layers) * SCALE_BYTES
     held += max(layer.max_fp8 for layer in model.layers)
-    layers = [_gathered_part(layer, layout) for layer in model.layers]
     layer = max(layers, key=model.gathered_bytes)
-    # The tensors outside of the layers stay gathered through the step, and so do their gradients in the backward.
-    root = model.gathered_bytes(model.root) + model.root.num_trained * model.trained_itemsize
-    gathered = 0.0 if keeps_trained else model.gathered_bytes(layer, is_resident=layout.is_resident)
+    # The tensors outside of the layers stay gathered during the step, and so do their gradients in the backward.
+    root_bytes = model.gathered_bytes(root) + root.num_trained * model.trained_itemsize
+    gathered = 0.0 if layout.is_resident else model.gathered_bytes(layer)
     gradients = layer.num_trained * (model.trained_itemsize + _REDUCED_BYTES)
     layer_bytes = max(_FORWARD_LAYERS * gathered, _BACKWARD_LAYERS * gathered + gradients)
     # Inputs of all ranks that share the experts, and outputs before they are reduced.
     tokens = 2 * num_tokens * model.width * model.itemsize * layout.size if layout.size > 1 else 0
-    return int(held + root + layer_bytes + tokens) + model.shared_bytes
+    return int(held + root_bytes + layer_bytes + tokens) + model.shared_bytes
 
 
-def _gathered_part(part: LayerSize, layout: Layout) -> LayerSize:
-    """Return the sizes of a part without the experts that ranks own, which are not gathered."""
+def _sharded_part(part: LayerSize, layout: Layout, model: ModelSize) -> LayerSize:
+    """Return what is gathered and reduced of a part: not replicated adapters, and not the experts that ranks own."""
+    if layout.kind != "ddp" and model.replicates_adapters:
+        part = part._replace(num_trained=0)
     if layout.kind != "expert":
         return part
     return part._replace(
@@ -184,7 +189,7 @@ def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize
     shards = num_shards(layout, cluster)
     return cost._replace(
         base_bytes=resident_bytes(layout, cluster, model, num_tokens=num_tokens),
-        other_ms=cost.other_ms / shards,
+        other_ms=cost.other_ms / (1 if model.replicates_adapters else shards),
         # The planner streams whole frozen weights, and shards are not whole.
         segments=tuple(segment._replace(weight_bytes=0) for segment in cost.segments) if shards > 1 else cost.segments,
         ends=EndBytes() if shards > 1 else cost.ends,
@@ -192,7 +197,7 @@ def rank_cost(cost: StepCost, layout: Layout, cluster: Cluster, model: ModelSize
 
 
 def scale_times(cost: StepCost, factor: float) -> StepCost:
-    """Return a cost with every time multiplied, for a run whose step on one GPU was measured."""
+    """Return a cost with every time multiplied by a factor, to match a measured step on one GPU."""
     segments = tuple(
         segment._replace(
             forward_ms=segment.forward_ms * factor,
@@ -225,12 +230,12 @@ def exchange(
         is_last: Whether gradients are reduced, as in the last micro-batch of a window.
     """
     ring = Rings(cluster)
-    forward = backward = handled = exposed = 0.0
+    forward = backward = handled = 0.0
     shards = num_shards(layout, cluster)
     if shards > 1:
         for part in model.parts:
             is_layer = part is not model.root
-            gathered = _gathered_part(part, layout)
+            gathered = _sharded_part(part, layout, model)
             num_bytes = model.gathered_bytes(gathered, is_resident=layout.is_resident and is_layer)
             forward += ring.neighbours_ms(num_bytes, shards)
             # The tensors outside of the layers stay gathered.
@@ -238,8 +243,9 @@ def exchange(
             backward += ring.neighbours_ms(num_bytes, shards) if is_gathered_again else 0.0
             handled += num_bytes * (2 if is_gathered_again else 1)
     for part in model.parts if is_last else ():
-        gathered = _gathered_part(part, layout)
-        num_bytes = gathered.num_trained * (_REDUCED_BYTES if shards > 1 else model.trained_itemsize)
+        num_bytes = _sharded_part(part, layout, model).num_trained * (
+            _REDUCED_BYTES if shards > 1 else model.trained_itemsize
+        )
         handled += num_bytes
         if layout.kind == "expert":
             expert_bytes = part.num_expert_trained * model.trained_itemsize
@@ -249,17 +255,30 @@ def exchange(
             backward += ring.groups_ms(num_bytes / shards, shards, times=2)
         else:
             backward += ring.neighbours_ms(num_bytes, cluster.num_gpus, times=2)
-    for is_recomputed in recomputed:
-        passes = 3 if is_recomputed else 2
-        if layout.context > 1:
-            columns = model.attention_columns + model.output_columns
-            exposed += ring.all_to_all_ms(num_tokens * columns * model.itemsize, layout.context, times=passes)
-        if layout.size > 1:
-            # An all-gather of the inputs and a reduce-scatter of the outputs, of all ranks of the group.
-            message = layout.size * num_tokens * model.width * model.itemsize
-            exposed += ring.neighbours_ms(message, layout.size, times=2 * passes)
+    exposed = 0.0
+    if is_last and shards > 1 and model.replicates_adapters:
+        # One all-reduce at the end of the backward.
+        num_bytes = sum(part.num_trained for part in model.parts) * _REDUCED_BYTES
+        exposed += ring.neighbours_ms(num_bytes, cluster.num_gpus, times=2)
+    exposed += sum(
+        _exchange_tokens(ring, layout, model, num_tokens=num_tokens, num_passes=3 if is_recomputed else 2)
+        for is_recomputed in recomputed
+    )
     bound = max(ring.link_ms, key=lambda link: ring.link_ms[link])
     return Traffic(forward, backward, handled / HANDLED_BYTES_PER_S * 1e3, exposed, bound)
+
+
+def _exchange_tokens(ring: Rings, layout: Layout, model: ModelSize, *, num_tokens: int, num_passes: int) -> float:
+    """Return the milliseconds of a layer's token exchanges, in each of its forward and backward passes."""
+    time_ms = 0.0
+    if layout.context > 1:
+        columns = model.attention_columns + model.output_columns
+        time_ms += ring.all_to_all_ms(num_tokens * columns * model.itemsize, layout.context, times=num_passes)
+    if layout.size > 1:
+        # An all-gather of the inputs and a reduce-scatter of the outputs, of all ranks of the group.
+        num_bytes = layout.size * num_tokens * model.width * model.itemsize
+        time_ms += ring.neighbours_ms(num_bytes, layout.size, times=2 * num_passes)
+    return time_ms
 
 
 def forecast(
@@ -275,7 +294,7 @@ def forecast(
 ) -> Forecast:
     """Return the time of an optimizer step, communication included.
 
-    In the forward and in the backward the slower one of compute and links counts, because they run at the same time.
+    Compute and links run at the same time, so the slower of the two counts, in the forward and in the backward.
 
     Args:
         layout: How the work is distributed.
@@ -283,7 +302,7 @@ def forecast(
         model: Sizes of the model.
         cost: What ``rank_cost`` returned.
         segments: Plan of each layer.
-        prediction: Of that plan for that cost.
+        prediction: Prediction of that plan for that cost.
         num_tokens: Tokens of a GPU's micro-batch.
         num_micro: Micro-batches of an optimizer step.
     """

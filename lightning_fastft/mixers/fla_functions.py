@@ -1,6 +1,7 @@
-"""The functions of fla-core that mixers call; on the meta device, functions that return tensors of the same shapes.
+"""The functions of fla-core that mixers call, and stand-ins for the meta device.
 
-So a step of a hybrid model is metered without a GPU and without fla-core. Parameters have fla-core's names.
+A stand-in returns empty tensors with the shapes, and saves the same tensors for the backward. It lets the meter run a
+step of a hybrid model without a GPU and without fla-core. Parameters have fla-core's names.
 
 Axes: T tokens, H heads of values, K and V widths of keys and values, N chunks.
 """
@@ -17,6 +18,7 @@ import torch
 from lightning_fastft.core.once_differentiable import once_differentiable
 from lightning_fastft.kernels.backends import one_kernel
 from lightning_fastft.kernels.chunk_gradients.reference import CHUNK
+from lightning_fastft.kernels.sizes import ceil_div
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -62,6 +64,9 @@ def fla_kernel(read: Any, outs: Tensors) -> Tensors:
     return outs
 
 
+# Stand-ins for single kernels; the table at the end of the file has the function of fla-core for each.
+
+
 def _sum_decays(g: torch.Tensor, **others: Any) -> torch.Tensor:
     return fla_kernel(g, (torch.empty_like(g, dtype=torch.float32),))[0]
 
@@ -79,7 +84,7 @@ def _solve_chunks(*, k: torch.Tensor, v: torch.Tensor, **others: Any) -> Tensors
 def _run_states(
     *, k: torch.Tensor, u: torch.Tensor, chunk_indices: torch.Tensor, **others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    state, value = fla_kernel((k, u, others), (_states(k, u, chunk_indices), torch.empty_like(u)))
+    state, value = fla_kernel((k, u, others), (_empty_states(k, u, chunk_indices), torch.empty_like(u)))
     return state, value, None
 
 
@@ -94,7 +99,7 @@ def _value_gradients(*, do: torch.Tensor, **others: Any) -> torch.Tensor:
 def _state_gradients(
     *, k: torch.Tensor, dv: torch.Tensor, chunk_indices: torch.Tensor, **others: Any
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    d_state, d_value = fla_kernel((k, dv, others), (_states(k, dv, chunk_indices), torch.empty_like(dv)))
+    d_state, d_value = fla_kernel((k, dv, others), (_empty_states(k, dv, chunk_indices), torch.empty_like(dv)))
     return d_state, None, d_value
 
 
@@ -102,8 +107,8 @@ def _row_gradients(*, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: t
     return fla_kernel((k, v, beta, g, others), tuple(map(torch.empty_like, (k, v, beta, g))))
 
 
-def _states(k: torch.Tensor, value: torch.Tensor, chunk_indices: torch.Tensor) -> torch.Tensor:
-    """Return memory for a state of each chunk, shape (1, N, H, K, V)."""
+def _empty_states(k: torch.Tensor, value: torch.Tensor, chunk_indices: torch.Tensor) -> torch.Tensor:
+    """Return an empty state for each chunk, shape (1, N, H, K, V)."""
     return k.new_empty(1, len(chunk_indices), value.shape[2], k.shape[3], value.shape[3])
 
 
@@ -119,7 +124,7 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """A kernel of rows with a weight. Saves its input."""
+    """The causal convolution and the norm: one kernel forward and one backward. Saves the input and the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
@@ -148,13 +153,17 @@ def _kimi_rule(
     use_qk_l2norm_in_kernel: bool,
     use_graph: bool,
 ) -> tuple[torch.Tensor, None]:
-    # In graph mode there is space for the largest possible number of chunks.
-    num_chunks = -(-q.shape[1] // CHUNK) + len(cu_seqlens) - 2
+    # In graph mode there is memory for the most chunks possible: each document after the first adds at most one.
+    num_chunks = ceil_div(q.shape[1], CHUNK) + len(cu_seqlens) - 2
     return _KimiRule.apply(q, k, v, g, beta, num_chunks, use_qk_l2norm_in_kernel), None
 
 
 class _KimiRule(torch.autograd.Function):
-    """Kimi delta attention. Saves normed queries and keys, the other inputs, summed decays, two products per chunk."""
+    """Kimi delta attention, kernel by kernel as in fla-core's ``chunk_kda``.
+
+    Saves normed queries and keys, the other inputs, summed decays, and per chunk the scores and the inverse of the
+    triangular system of the keys.
+    """
 
     @staticmethod
     def forward(
@@ -171,33 +180,33 @@ class _KimiRule(torch.autograd.Function):
         if has_norms:
             q, k = (fla_kernel(x, (torch.empty_like(x),))[0] for x in (q, k))
         decay = _sum_decays(g)
-        products = (k.new_empty(*k.shape[:3], CHUNK) for _ in range(2))
-        w, u, scaled_k, met, inverse = fla_kernel(
-            (q, k, v, decay, beta), (*map(torch.empty_like, (k, v, k)), *products)
+        squares = (k.new_empty(*k.shape[:3], CHUNK) for _ in range(2))
+        w, u, scaled_k, score, inverse = fla_kernel(
+            (q, k, v, decay, beta), (*map(torch.empty_like, (k, v, k)), *squares)
         )
         state, value = _kimi_states(scaled_k, w, u, decay, num_chunks=num_chunks)
-        ctx.save_for_backward(q, k, v, g, decay, beta, met, inverse)
-        out: torch.Tensor = fla_kernel((q, value, decay, met, state), (torch.empty_like(v),))[0]
+        ctx.save_for_backward(q, k, v, g, decay, beta, score, inverse)
+        out: torch.Tensor = fla_kernel((q, value, decay, score, state), (torch.empty_like(v),))[0]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, g, decay, beta, met, inverse = ctx.saved_tensors
+        q, k, v, g, decay, beta, score, inverse = ctx.saved_tensors
         rebuilt = fla_kernel((q, k, v, beta, inverse, decay), tuple(map(torch.empty_like, (k, v, q, k))))
         w, u, scaled_q, scaled_k = rebuilt
         state, value = _kimi_states(scaled_k, w, u, decay, num_chunks=ctx.num_chunks)
-        d_met, d_value = fla_kernel((q, value, d_out, met), (_wide(met), torch.empty_like(d_out)))
+        d_score, d_value = fla_kernel((q, value, d_out, score), (_empty_fp32(score), torch.empty_like(d_out)))
         d_state, d_value = fla_kernel(
             (scaled_q, scaled_k, w, decay, d_out, d_value), (torch.empty_like(state), torch.empty_like(d_value))
         )
         *grads, d_inverse, d_v = fla_kernel(
             (q, k, v, value, decay, beta, inverse, state, d_out, d_state, d_value),
-            (*map(_wide, (q, k, decay, beta, inverse)), torch.empty_like(v)),
+            (*map(_empty_fp32, (q, k, decay, beta, inverse)), torch.empty_like(v)),
         )
         del rebuilt, w, u, scaled_q, scaled_k, state, value, d_state, d_value
         d_q, d_k, d_decay, d_beta = fla_kernel(
-            (q, k, decay, beta, d_met, d_inverse, *grads), tuple(map(_wide, (q, k, decay, beta)))
+            (q, k, decay, beta, d_score, d_inverse, *grads), tuple(map(_empty_fp32, (q, k, decay, beta)))
         )
         del grads
         d_g = _sum_decays(d_decay)
@@ -207,11 +216,12 @@ class _KimiRule(torch.autograd.Function):
 
 
 def _kimi_states(k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, decay: torch.Tensor, *, num_chunks: int) -> Tensors:
+    """Return the state at the start of each chunk, and the values that the chunks add to it."""
     state = k.new_empty(1, num_chunks, *k.shape[2:], u.shape[3])
     return fla_kernel((k, w, u, decay), (state, torch.empty_like(u)))
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=torch.float32)
 
 

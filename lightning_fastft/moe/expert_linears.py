@@ -60,7 +60,7 @@ class ExpertLinear(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The differentiable tensors."""
+        """The differentiable tensors: weight, bias, A and B."""
         factors = (None, None) if self.adapter is None else (self.adapter.a_EIR, self.adapter.b_ERO)
         return self.weight_EIO, self.bias_EO, *factors  # type: ignore[return-value]
 
@@ -102,8 +102,8 @@ class WantedGradient(NamedTuple):
 
 
 class CastLinear(NamedTuple):
-    """One linear, with contiguous factors in the layouts of the grouped products; all but the weight in the dtype of
-    the tokens.
+    """One linear in the layouts of the grouped products: contiguous factors, and all but the weight in the dtype of the
+    tokens.
     """
 
     weight_EIO: torch.Tensor | QuantisedWeight
@@ -120,14 +120,6 @@ class CastLinear(NamedTuple):
         low_NR = grouped_mm(x_NI, self.a_ERI.transpose(1, 2), end_E)
         addend: dict[str, Any] = {"low_NR": low_NR, "low_ERO": self.b_ERO, "low_scale": self.scale}
         return self._multiply(x_NI, end_E, bias_EO=self.bias_EO, **addend), low_NR
-
-    def _multiply(self, rows: Rows, end_E: torch.Tensor, *, is_backward: bool = False, **addend: Any) -> torch.Tensor:
-        """Return the product of rows and the weight, or its transpose, plus the addend."""
-        if self.fp8 is not None:
-            return self.fp8.product(rows, end_E, is_backward=is_backward, **addend)
-        weight_EIO = dense_weight(self.weight_EIO, dtype=rows_of(rows).dtype)
-        weight_EIO = weight_EIO.transpose(1, 2) if is_backward else weight_EIO
-        return grouped_mm(rows, weight_EIO, end_E, is_checked=not is_backward, **addend)
 
     def input_gradient(self, d_NO: Rows, end_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the gradient of the input, and of the adapter's low-rank rows without its scale."""
@@ -155,9 +147,9 @@ class CastLinear(NamedTuple):
             x_NI: Input.
             d_NO: Gradient of the output.
             end_E: One past the last row of each expert.
-            low_NR: Low-rank rows of the adapter; None computes them again.
-            d_low_NR: Gradient of these rows; None without an adapter.
-            weight_N: Factor on the gradient of the output; None for 1.
+            low_NR: Low-rank rows of the adapter, shape (N, R); None computes them again.
+            d_low_NR: Gradient of these rows without the adapter's scale; None without an adapter.
+            weight_N: Factor of each row on the gradient of the output; None for 1.
             needs: Whether each gradient is needed.
             wanted: Dtype and memory order of each gradient.
         """
@@ -186,6 +178,14 @@ class CastLinear(NamedTuple):
                 low_NR = grouped_mm(x_NI, self.a_ERI.transpose(1, 2), end_E, is_checked=False)
             b = gradient(low_NR, d_NO, index=3, scale=self.scale)
         return [weight, bias, a, b]
+
+    def _multiply(self, rows: Rows, end_E: torch.Tensor, *, is_backward: bool = False, **addend: Any) -> torch.Tensor:
+        """Return the product of rows and the weight, or its transpose, plus the addend."""
+        if self.fp8 is not None:
+            return self.fp8.product(rows, end_E, is_backward=is_backward, **addend)
+        weight_EIO = dense_weight(self.weight_EIO, dtype=rows_of(rows).dtype)
+        weight_EIO = weight_EIO.transpose(1, 2) if is_backward else weight_EIO
+        return grouped_mm(rows, weight_EIO, end_E, is_checked=not is_backward, **addend)
 
 
 def cast_linear(
@@ -229,23 +229,23 @@ def _is_expert_last(factor: torch.Tensor) -> bool:
 
 
 def wanted_gradients(parameters: Sequence[torch.Tensor | None]) -> list[WantedGradient | None]:
-    """Return dtype and memory order of the gradients of one product's parameters."""
-    weight, bias, a_EIR, b_ERO = parameters
+    """Return dtype and memory order of the gradients of ``ExpertLinear.tensors``; None for a missing tensor."""
+    weight_EIO, bias_EO, a_EIR, b_ERO = parameters
     factors = (None if a_EIR is None else a_EIR.transpose(1, 2), b_ERO)
-    dense = [
-        None if weight is None else WantedGradient(weight.dtype, is_transposed=_is_transposed(weight)),
-        None if bias is None else WantedGradient(bias.dtype),
-    ]
-    return dense + [
-        None if factor is None else WantedGradient(factor.dtype, is_expert_last=_is_expert_last(factor))
-        for factor in factors
+    return [
+        None if weight_EIO is None else WantedGradient(weight_EIO.dtype, is_transposed=_is_transposed(weight_EIO)),
+        None if bias_EO is None else WantedGradient(bias_EO.dtype),
+        *(
+            None if factor is None else WantedGradient(factor.dtype, is_expert_last=_is_expert_last(factor))
+            for factor in factors
+        ),
     ]
 
 
 def dense_weight(weight_EIO: torch.Tensor | QuantisedWeight, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a weight as a dense tensor, valid until the next packed weight is dequantised.
+    """Return a weight as a dense tensor; one dequantised from NF4 is valid until the next is dequantised.
 
-    A weight in another dtype than asked for, an fp32 master, is cast for one product.
+    A weight in another dtype (an fp32 master) is cast for one product. None keeps its dtype.
     """
     dense = weight_EIO if isinstance(weight_EIO, torch.Tensor) else weight_EIO.dense()
     return dense if dtype is None else dense.to(dtype)

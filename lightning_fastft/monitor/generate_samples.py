@@ -44,8 +44,8 @@ class GenerateSamples(GivenOnce, Callback):
         prompts: Texts that the model continues, or conversations (lists of messages with role and content) that it
             answers with its chat template and the DataModule's variables of it (chat_template_kwargs).
         max_new_tokens: Most tokens of an answer.
-        tokenizer: Tokenizer for a LightningModule that has none; None uses the one of the module, else of the
-            DataModule.
+        tokenizer: Tokenizer of the model; None uses the one that the DataModule trains with, else the module's, else
+            the DataModule's.
 
     Raises:
         OptionError: An option is not allowed. When fit begins: there is no model that generates, no tokenizer, or the
@@ -167,7 +167,7 @@ class GenerateSamples(GivenOnce, Callback):
 
     def _find_tokenizer(self, trainer: Trainer, pl_module: LightningModule) -> Any:
         data = getattr(trainer, "datamodule", None)
-        # The one of the data has the chat template that the model is trained with.
+        # The tokenizer of the DataModule has the chat template of the training.
         places = ((self, "tokenizer"), (data, "trained_tokenizer"), (pl_module, "tokenizer"), (data, "tokenizer"))
         tokenizer = next((found for owner, name in places if (found := getattr(owner, name, None)) is not None), None)
         if tokenizer is None:
@@ -190,7 +190,7 @@ def _check_prompt(prompt: Any) -> None:
 
 
 def _show_prompt(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """Return a prompt as text: that of its messages, in lines."""
+    """Return a prompt as text: of a conversation, one line for each message."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:

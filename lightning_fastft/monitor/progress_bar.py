@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 # Tokens per second are averaged over this many finished micro-batches.
 NUM_BATCHES_IN_RATE = 20
-# What the tuners log that says most about a run.
+# Logged values of the tuners that say most about a run.
 NAMES = ("train_reward", "train_reward_accuracy", "train_accuracy", "train_divergence")
 TRAINING = "train_"
+# Stands for the loss among the names of logged values; it never equals one of them.
+_LOSS = ""
 
 
 class FastFTProgressBar(GivenOnce, TQDMProgressBar):
@@ -43,13 +45,15 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         refresh_rate: Micro-batches between two updates of the bar; 0 disables the bar.
         process_position: As in Lightning.
         leave: As in Lightning.
-        names: Training values to show where ``self.log`` gets them at each step; "train_" is left out of the bar.
+        names: Training values to show if ``self.log`` gets them at each step; the bar drops "train_". A mean covers the
+            micro-batches that logged the value.
 
     Raises:
         OptionError: A value is not allowed.
 
     Cost:
-        One small copy per refresh, and one addition per micro-batch with accumulation; no host sync in training.
+        One small copy per refresh, and one addition per shown value and micro-batch with accumulation; no host sync in
+        training.
         Validation values are read once, after a validation.
 
     Example:
@@ -76,18 +80,17 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self.names = tuple(names)
         self._copies = AsyncScalarReader()
         self._shown: dict[str, float] = {}
-        self._num_tokens = self._last_global_step = self._num_summed = 0
+        self._num_tokens = self._last_global_step = 0
         # Micro-batches of a resumed epoch that an earlier run has trained.
         self._first_batch = 0
         self._is_described = False
         # Names on the bar before a validation, and names that validations added.
         self._names_before: frozenset[str] = frozenset()
         self._validation_names: set[str] = set()
-        # Device tensors: sums of loss and values of the current window, and those of the last step until it is copied.
-        self._sum: torch.Tensor | None = None
-        self._step: torch.Tensor | None = None
-        # Names of the values beside the loss, fixed for a window.
-        self._window_names: tuple[str, ...] = ()
+        # Sums over the current window on the device, and the number of micro-batches in each, by name.
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}
+        # The last step until its copy starts: the sums on the device, and by name the factor that makes each a mean.
+        self._step: tuple[dict[str, float], torch.Tensor] | None = None
         self._finished: deque[tuple[float, int]] = deque(maxlen=NUM_BATCHES_IN_RATE + 1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -143,10 +146,13 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         if self.is_enabled and isinstance(loss, torch.Tensor):
             self._add(trainer, loss.detach(), is_divided=is_planned(batch))
             if (batch_idx + 1) % self.refresh_rate == 0:
-                names, value, self._step = self._window_names, loss if self._step is None else self._step, None
                 # Also inside a window: finished copies show the progress of the device for tokens per second.
-                self._copies.push((self._num_tokens, names, trainer.accumulate_grad_batches), value)
-        self._take_in()
+                (factors, values), self._step = self._step or ({}, loss), None
+                self._copies.push((self._num_tokens, factors), values)
+        elif trainer.global_step != self._last_global_step:
+            # The last micro-batch of the window has no loss, so the mean of the step is not known.
+            self._sums, self._last_global_step = {}, trainer.global_step
+        self._read_copies()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,61 +175,54 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         super().on_train_end(*args)
 
     def on_exception(self, *args: Any) -> None:
-        """End the lines of the bars, so that the error begins on a line of its own."""
+        """Close the bars, so that the error starts on its own line."""
         self._drop()
         for bar in self.open_bars():
             bar.close()
 
     def open_bars(self) -> list[Tqdm]:
-        """Return the bars that were made, the lowest on the screen first; a closed one does nothing more."""
+        """Return the bars that exist, the lowest on the screen first; a closed one ignores all calls."""
         bars = (self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar, self._train_progress_bar)
         return [bar for bar in bars if bar is not None]
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the values to show, which are on the host already."""
+        """Return the values to show, which are already on the host."""
         return {name: _short(value) for name, value in self._shown.items()}
 
     def _drop(self) -> None:
         self._copies.clear()
-        self._sum = self._step = None
-        self._num_summed = 0
+        self._sums, self._step = {}, None
 
     def _add(self, trainer: Trainer, loss: torch.Tensor, *, is_divided: bool) -> None:
-        """Add loss and values of a micro-batch to its window; at the end of a window, compute those of the step.
+        """Add loss and logged values of a micro-batch to its window; at the end of a window, sum up the step.
 
         Args:
-            trainer: Has the micro-batches of a whole window.
-            loss: Divided by them.
-            is_divided: Whether the losses of a shorter window are larger for that.
+            trainer: The Trainer.
+            loss: Loss, divided by the micro-batches of a full window.
+            is_divided: Whether the losses of a shorter window already sum to its mean.
         """
         num_micro_batches = trainer.accumulate_grad_batches
         logged = logged_step_values(trainer) if self.names else {}
-        if self._sum is None:
-            self._window_names = tuple(name for name in self.names if name in logged)
-        values = [loss, *(logged[name] for name in self._window_names)]
-        value = torch.stack([value.float().reshape(()) for value in values])
-        self._sum, self._num_summed = value if self._sum is None else self._sum + value, self._num_summed + 1
+        for name, value in {_LOSS: loss, **{name: logged[name] for name in self.names if name in logged}}.items():
+            value = value.float().reshape(())
+            total, count = self._sums.get(name, (None, 0))
+            self._sums[name] = value if total is None else total + value, count + 1
         if num_micro_batches > 1 and trainer.global_step == self._last_global_step:
             return
+        factors = {name: 1 / count for name, (_, count) in self._sums.items()}
         # Lightning divides losses by the micro-batches of a full window. The last window of an epoch may be shorter.
-        self._step = self._sum
-        if self._num_summed != num_micro_batches:
-            self._step = self._sum * (num_micro_batches / self._num_summed)
-            if is_divided:
-                self._step[0] = self._sum[0]
-        self._sum, self._num_summed, self._last_global_step = None, 0, trainer.global_step
+        factors[_LOSS] = 1.0 if is_divided else num_micro_batches * factors[_LOSS]
+        self._step = factors, torch.stack([total for total, _ in self._sums.values()])
+        self._sums, self._last_global_step = {}, trainer.global_step
 
-    def _take_in(self) -> None:
-        for (num_tokens, names, num_micro_batches), values in self._copies.poll():
-            # Inside a window there is no value of a step.
-            if values.ndim:
-                loss, *others = map(float, values)
-                self._shown["loss"] = loss
-                # Lightning has divided only the loss by the micro-batches of a window.
-                labels = (name.removeprefix(TRAINING) for name in names)
-                self._shown.update(zip(labels, (value / num_micro_batches for value in others)))
+    def _read_copies(self) -> None:
+        """Update the shown values and the token rate with finished copies."""
+        for (num_tokens, factors), values in self._copies.poll():
+            # Inside a window there are no factors, because no step has ended.
+            for (name, factor), value in zip(factors.items(), values.reshape(-1)):
+                self._shown[name.removeprefix(TRAINING) or "loss"] = factor * float(value)
             self._finished.append((time.perf_counter(), num_tokens))
         if len(self._finished) > 1 and self._finished[-1][1] > self._finished[0][1]:
             (begin, num_before), (end, num_after) = self._finished[0], self._finished[-1]
@@ -232,7 +231,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
 
 
 class _ClearsBars(logging.Filter):
-    """Clear the bars before a message is written, which would go on their line; their next update draws them again."""
+    """Clear the bars before a log message is written on their line; their next update draws them again."""
 
     def __init__(self, owner: FastFTProgressBar) -> None:
         super().__init__()
@@ -252,7 +251,7 @@ def _console_handlers() -> list[logging.Handler]:
     names = (None, "lightning", "lightning.pytorch", "lightning_fastft")
     handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
     found = [handler for handler in handlers if type(handler) is logging.StreamHandler]
-    # Python's handler for messages of loggers without one.
+    # Python's handler for loggers that have none.
     return [*found, *([] if logging.lastResort is None else [logging.lastResort])]
 
 

@@ -191,7 +191,7 @@ class RunReport(GivenOnce, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Close the micro-batch, and take in what has arrived."""
+        """Close the micro-batch, start the copies of its loss and values, and read finished copies."""
         timed, self._batch = self._batch, None
         if timed is None:
             return
@@ -328,7 +328,7 @@ class RunReport(GivenOnce, Callback):
 
         assert self.json_path is not None
         if not self._run.num_batches:
-            # Training that has nothing left to do does not start, and so was not counted from its checkpoint.
+            # Training with nothing left to do does not start, so on_train_start did not record its checkpoint.
             self._run.first_step = trainer.global_step
             self._run.source = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
         data = collect(self._run, trainer, pl_module, profile_step=self.profile_step, state=state, error=error)

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.offload_rig import SerialCopyStreams
 from lightning_fastft.activations.slots import PinnedSlab
 from lightning_fastft.activations.streams import CudaCopyStreams
 from lightning_fastft.activations.weights import WeightStreamer
@@ -142,7 +143,7 @@ def test_steps_are_bit_equal_with_late_copies(quantization, recomputes, host):
         model = lora_model(quantization, recomputes=recomputes)
         expected = run(model)
         assert is_same(run(model), expected), "the resident model itself is not deterministic"
-        for streams in (CudaCopyStreams(DEVICE), SleepyLanes(DEVICE), CudaCopyStreams(DEVICE, is_serial=True)):
+        for streams in (CudaCopyStreams(DEVICE), SleepyLanes(DEVICE), SerialCopyStreams(DEVICE)):
             patcher = ModelPatcher()
             _, streamer = install_weight_streaming(model.get_base_model(), patcher, streams=streams, allocate_host=host)
             move_ends(model, patcher, streams=streams, host=host)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_fastft.checkpoint.lightning_internals import drop_step_value
 from lightning_fastft.monitor.progress_bar import FastFTProgressBar
 from lightning_fastft.monitor.run_report import RunReport
 from lightning_fastft.strategies.registry import register_strategies
@@ -185,6 +186,38 @@ def test_shows_named_training_values_as_means_of_a_step(tmp_path, accumulate):
     truth = {1: ["0", "1.000", "2.000", "3.000", "4.000", "5.000"], 4: [None] * 3 + ["1.500"] * 2 + ["4.500"]}
     assert found == truth[accumulate]
     assert all(not {"length", "absent", "train_reward"} & set(metrics) for metrics in bar.seen)
+
+
+@pytest.mark.parametrize("refresh_rate", [1, 3])
+def test_a_value_that_some_micro_batches_do_not_log_is_the_mean_of_the_others(tmp_path, refresh_rate):
+    """As the rewards of "kto", whose micro-batch may have no completion with one of the labels."""
+
+    class LogsSome(KeepsLosses):
+        def training_step(self, batch, batch_idx):
+            for name, is_logged in (("train_good", batch_idx in (0, 2, 3)), ("train_bad", batch_idx in (1, 3))):
+                if is_logged:
+                    self.log(name, float(1 + batch_idx))
+                else:
+                    drop_step_value(self.trainer, name)
+            return super().training_step(batch, batch_idx)
+
+    bar = RecordingBar(refresh_rate=refresh_rate, names=["train_good", "train_bad"])
+    fit(tmp_path, LogsSome(tiny_llama()), bar, accumulate_grad_batches=2)
+    found = [(metrics["good"], metrics["bad"]) for metrics in bar.seen if "good" in metrics]
+    steps = [("1.000", "2.000"), ("3.500", "4.000")]
+    assert list(dict.fromkeys(found)) == (steps if refresh_rate == 1 else steps[:1])
+
+
+def test_a_step_whose_last_micro_batch_has_no_loss_is_in_no_other(tmp_path):
+    class SkipsOne(KeepsLosses):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else loss
+
+    module, bar = SkipsOne(tiny_llama()), RecordingBar()
+    fit(tmp_path, module, bar, accumulate_grad_batches=2)
+    shown = dict.fromkeys(metrics["loss"] for metrics in bar.seen if "loss" in metrics)
+    assert list(shown) == [f"{sum(module.losses[begin : begin + 2]) / 2:.3f}" for begin in (2, 4)]
 
 
 def test_refresh_inside_a_window_shows_the_last_whole_step(tmp_path):

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fastft import FusedKernels, HostWaitDetector, RunReport
+from lightning_fastft.checkpoint.lightning_internals import drop_step_value
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.core import marks
 from lightning_fastft.core.async_reader import AsyncScalarReader
@@ -341,6 +342,21 @@ def test_what_training_logs_is_drawn_as_means_of_steps(tmp_path):
     # A policy is judged by its rewards: the mean of its loss is near 0 in every step.
     assert "The reward rose from 0.5 to 6.5 (the first and the last step)." in data["outcome"]["verdict"]
     assert set(page.figures) <= numbers_in(data)
+
+
+def test_a_value_that_the_last_micro_batch_does_not_log_is_in_its_step(tmp_path):
+    class LogsFirst(Keeps):
+        def training_step(self, batch, batch_idx):
+            if batch_idx % 2:
+                drop_step_value(self.trainer, "train_reward")
+            else:
+                self.log("train_reward", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    report = RunReport(tmp_path / "run.html", profile_step=None)
+    fit(tmp_path, LogsFirst(), report, max_steps=2, accumulate_grad_batches=2)
+    (reward,) = json.loads(report.json_path.read_text())["logged"]
+    assert reward["points"] == [[0, 0, 0.0], [1, 1, 2.0]]
 
 
 def test_batches_in_the_making_are_no_waits(tmp_path):

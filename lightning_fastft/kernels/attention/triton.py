@@ -2,10 +2,10 @@
 
 Axes: T tokens of the pack, H query heads, G key/value heads, W width of a head; M queries and N keys of a tile.
 
-Torch's flash kernels launch programs for the longest document times the number of documents, and most of them find
-nothing to do. Here a tile may hold several documents, and every program has work. ``start_M`` is the first key that
-each query of a tile sees: keys from ``min(start_M)`` on are visited, and only those before ``max(start_M)`` and those
-of the tile itself are masked.
+Torch's flash kernels launch as many programs for each document as the longest one needs, and most of them find no
+work. Here a tile may span several documents, and every program has work. ``start_M`` is the first key that each query
+of a tile sees. A tile of queries visits its keys in three ranges: from ``min(start_M)`` to ``max(start_M)`` with a
+mask, from there to the tile without one, and in the tile itself with a mask.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By the width of a head, the fastest of ten or more on an H200 (packs of 8,192 tokens, documents of 512 on average). In
-# the first two kernels a program has one tile of queries, and keys divide queries; in the third it is the reverse.
+# By the width of a head, the fastest of ten or more on an H200 (packs of 8,192 tokens, documents of 512 on average). A
+# program of the first two kernels has one tile of queries and loops over keys, so that keys must divide queries. A
+# program of the third has one tile of keys, and queries must divide keys.
 FORWARD_TILES = {64: Tiles(64, 32, 4, 4), 128: Tiles(64, 64, 4, 2)}
 QUERY_GRAD_TILES = {64: Tiles(64, 32, 4, 3), 128: Tiles(64, 64, 4, 2)}
 KEY_GRAD_TILES = {64: Tiles(32, 64, 4, 3), 128: Tiles(32, 64, 4, 3)}
@@ -57,7 +58,7 @@ def _first_keys(rows, num_tokens, start_ptr, document_ptr, window, HAS_WINDOW: t
 
 @triton.jit
 def _load_rows(ptr, rows, num_tokens, stride, WIDTH: tl.constexpr, IS_INSIDE: tl.constexpr):
-    """Return rows of one head; zeros behind the pack."""
+    """Return rows of one head, shape (rows, WIDTH); zeros behind the pack."""
     ptrs = ptr + rows[:, None].to(tl.int64) * stride + tl.arange(0, WIDTH)[None, :]
     if IS_INSIDE:
         return tl.load(ptrs)
@@ -66,24 +67,28 @@ def _load_rows(ptr, rows, num_tokens, stride, WIDTH: tl.constexpr, IS_INSIDE: tl
 
 @triton.jit
 def _forward_step(
-    total, top, size, q, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride, scale,
+    acc, max_score, denominator, q, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride, scale,
     IS_MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Add a tile of keys to the softmax so far: the sum of weighted values, the largest score and the denominator.
+
+    Scores count in powers of 2. A new largest score rescales what was summed before.
+    """
     keys = first_key + tl.arange(0, BLOCK_N)
     k = _load_rows(k_ptr, keys, num_tokens, k_stride, WIDTH, not IS_MASKED)
     score = tl.dot(q, k.T)
     if IS_MASKED:
         is_seen = (keys[None, :] >= start_M[:, None]) & (keys[None, :] <= rows[:, None])
         score = tl.where(is_seen, score, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
+    new_max = tl.maximum(max_score, tl.max(score, axis=1) * scale)
     # A query that has seen no key yet has no finite score.
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top) if IS_MASKED else new_top
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
     weight = tl.exp2(score * scale - shift[:, None])
-    old = tl.exp2(top - shift)
-    size = size * old + tl.sum(weight, axis=1)
+    rescale = tl.exp2(max_score - shift)
+    denominator = denominator * rescale + tl.sum(weight, axis=1)
     v = _load_rows(v_ptr, keys, num_tokens, v_stride, WIDTH, not IS_MASKED)
-    total = tl.dot(weight.to(v.dtype), v, total * old[:, None])
-    return total, new_top, size
+    acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None])
+    return acc, new_max, denominator
 
 
 @triton.jit(do_not_specialize=["num_tokens", "window"])
@@ -96,48 +101,48 @@ def _forward_kernel(
 ):  # fmt: skip
     """Run one program per tile of queries of one head."""
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
-    tile = tl.program_id(0) // NUM_HEADS * BLOCK_M
-    rows = tile + tl.arange(0, BLOCK_M)
+    tile_start = tl.program_id(0) // NUM_HEADS * BLOCK_M
+    rows = tile_start + tl.arange(0, BLOCK_M)
     start_M = _first_keys(rows, num_tokens, start_ptr, document_ptr, window, HAS_WINDOW)
     q = _load_rows(q_ptr + head * q_stride_head, rows, num_tokens, q_stride, WIDTH, False)
     k_ptr += head // GROUP * k_stride_head
     v_ptr += head // GROUP * v_stride_head
     begin = tl.min(start_M) // BLOCK_N * BLOCK_N
     # Whole tiles of keys that every query of this tile sees.
-    begin_whole = tl.minimum(tl.cdiv(tl.max(start_M), BLOCK_N) * BLOCK_N, tile)
-    total = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    size = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    begin_unmasked = tl.minimum(tl.cdiv(tl.max(start_M), BLOCK_N) * BLOCK_N, tile_start)
+    acc = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
+    max_score = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    denominator = tl.zeros((BLOCK_M,), dtype=tl.float32)
     scale *= LOG2_E
-    for first_key in range(begin, begin_whole, BLOCK_N):
-        total, top, size = _forward_step(
-            total, top, size, q, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride, scale,
-            True, WIDTH, BLOCK_N,
+    for first_key in range(begin, begin_unmasked, BLOCK_N):
+        acc, max_score, denominator = _forward_step(
+            acc, max_score, denominator, q, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride,
+            scale, True, WIDTH, BLOCK_N,
         )  # fmt: skip
-    for first_key in range(begin_whole, tile, BLOCK_N):
-        total, top, size = _forward_step(
-            total, top, size, q, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride, scale,
-            False, WIDTH, BLOCK_N,
+    for first_key in range(begin_unmasked, tile_start, BLOCK_N):
+        acc, max_score, denominator = _forward_step(
+            acc, max_score, denominator, q, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride,
+            scale, False, WIDTH, BLOCK_N,
         )  # fmt: skip
-    for first_key in range(tile, tl.minimum(tile + BLOCK_M, num_tokens), BLOCK_N):
-        total, top, size = _forward_step(
-            total, top, size, q, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride, scale,
-            True, WIDTH, BLOCK_N,
+    for first_key in range(tile_start, tl.minimum(tile_start + BLOCK_M, num_tokens), BLOCK_N):
+        acc, max_score, denominator = _forward_step(
+            acc, max_score, denominator, q, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride,
+            scale, True, WIDTH, BLOCK_N,
         )  # fmt: skip
     if HAS_SINK:
-        # One more score in the denominator.
+        # The sink is one more score in the denominator, and has no value.
         sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2_E
-        new_top = tl.maximum(top, sink)
-        old = tl.exp2(top - new_top)
-        size = size * old + tl.exp2(sink - new_top)
-        total *= old[:, None]
-        top = new_top
+        new_max = tl.maximum(max_score, sink)
+        rescale = tl.exp2(max_score - new_max)
+        denominator = denominator * rescale + tl.exp2(sink - new_max)
+        acc *= rescale[:, None]
+        max_score = new_max
     inside = rows < num_tokens
     # A query behind the pack may have seen no key.
-    size = tl.where(inside, size, 1.0)
+    denominator = tl.where(inside, denominator, 1.0)
     out_ptrs = out_ptr + (rows[:, None].to(tl.int64) * NUM_HEADS + head) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(out_ptrs, (total / size[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(lse_ptr + head * num_tokens + rows, (top + tl.log2(size)) / LOG2_E, mask=inside)
+    tl.store(out_ptrs, (acc / denominator[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(lse_ptr + head * num_tokens + rows, (max_score + tl.log2(denominator)) / LOG2_E, mask=inside)
 
 
 @triton.jit
@@ -145,6 +150,7 @@ def _query_grad_step(
     d_q, q, d_out, lse, delta, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride, scale,
     IS_MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Add ``d_score @ k`` of a tile of keys: d_score = weight * (d_out @ v.T - delta), without the factor scale."""
     keys = first_key + tl.arange(0, BLOCK_N)
     k = _load_rows(k_ptr, keys, num_tokens, k_stride, WIDTH, not IS_MASKED)
     v = _load_rows(v_ptr, keys, num_tokens, v_stride, WIDTH, not IS_MASKED)
@@ -164,10 +170,10 @@ def _query_grad_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Run one program per tile of queries of one head; it leaves the row sums of d_out * out for the other kernel."""
+    """Run one program per tile of queries of one head, which also stores delta, the row sums of d_out * out."""
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
-    tile = tl.program_id(0) // NUM_HEADS * BLOCK_M
-    rows = tile + tl.arange(0, BLOCK_M)
+    tile_start = tl.program_id(0) // NUM_HEADS * BLOCK_M
+    rows = tile_start + tl.arange(0, BLOCK_M)
     inside = rows < num_tokens
     start_M = _first_keys(rows, num_tokens, start_ptr, document_ptr, window, HAS_WINDOW)
     q = _load_rows(q_ptr + head * q_stride_head, rows, num_tokens, q_stride, WIDTH, False)
@@ -179,20 +185,20 @@ def _query_grad_kernel(
     k_ptr += head // GROUP * k_stride_head
     v_ptr += head // GROUP * v_stride_head
     begin = tl.min(start_M) // BLOCK_N * BLOCK_N
-    begin_whole = tl.minimum(tl.cdiv(tl.max(start_M), BLOCK_N) * BLOCK_N, tile)
+    begin_unmasked = tl.minimum(tl.cdiv(tl.max(start_M), BLOCK_N) * BLOCK_N, tile_start)
     d_q = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
     log_scale = scale * LOG2_E
-    for first_key in range(begin, begin_whole, BLOCK_N):
+    for first_key in range(begin, begin_unmasked, BLOCK_N):
         d_q = _query_grad_step(
             d_q, q, d_out, lse, delta, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride,
             log_scale, True, WIDTH, BLOCK_N,
         )  # fmt: skip
-    for first_key in range(begin_whole, tile, BLOCK_N):
+    for first_key in range(begin_unmasked, tile_start, BLOCK_N):
         d_q = _query_grad_step(
             d_q, q, d_out, lse, delta, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride,
             log_scale, False, WIDTH, BLOCK_N,
         )  # fmt: skip
-    for first_key in range(tile, tl.minimum(tile + BLOCK_M, num_tokens), BLOCK_N):
+    for first_key in range(tile_start, tl.minimum(tile_start + BLOCK_M, num_tokens), BLOCK_N):
         d_q = _query_grad_step(
             d_q, q, d_out, lse, delta, k_ptr, v_ptr, first_key, rows, start_M, num_tokens, k_stride, v_stride,
             log_scale, True, WIDTH, BLOCK_N,
@@ -207,6 +213,10 @@ def _key_grad_step(
     q_stride, d_out_stride, scale,
     HAS_WINDOW: tl.constexpr, IS_MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    """Add ``d_score @ q`` and ``weight @ d_out`` of a tile of queries; d_score without the factor scale.
+
+    Scores are transposed, keys by queries.
+    """
     rows = first_row + tl.arange(0, BLOCK_M)
     q = _load_rows(q_ptr, rows, num_tokens, q_stride, WIDTH, not IS_MASKED)
     d_out = _load_rows(d_out_ptr, rows, num_tokens, d_out_stride, WIDTH, not IS_MASKED)
@@ -232,24 +242,26 @@ def _key_grad_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Run one program per tile of keys and query head. One program for all heads that share a key would be slower: on
-    an H200 656 us in place of 349, in packs of 8,192 tokens with 32 query and 4 key heads of width 128.
+    """Run one program per tile of keys and query head; the caller sums over the query heads that share a key.
+
+    One program for all of these heads is slower: 656 us instead of 349 on an H200, in packs of 8,192 tokens with 32
+    query and 4 key heads of width 128.
     """
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
-    tile = tl.program_id(0) // NUM_HEADS * BLOCK_N
-    keys = tile + tl.arange(0, BLOCK_N)
+    tile_start = tl.program_id(0) // NUM_HEADS * BLOCK_N
+    keys = tile_start + tl.arange(0, BLOCK_N)
     k = _load_rows(k_ptr + head // GROUP * k_stride_head, keys, num_tokens, k_stride, WIDTH, False)
     v = _load_rows(v_ptr + head // GROUP * v_stride_head, keys, num_tokens, v_stride, WIDTH, False)
-    # The queries that see a key end with its document, or with the window.
-    last_key = tl.minimum(tile + BLOCK_N, num_tokens) - 1
+    # The last query that sees a key is the last one of its document or window.
+    last_key = tl.minimum(tile_start + BLOCK_N, num_tokens) - 1
     end = tl.load(start_ptr + tl.load(document_ptr + last_key) + 1).to(tl.int32)
-    end_whole = tl.load(start_ptr + tl.load(document_ptr + tile) + 1).to(tl.int32)
+    end_unmasked = tl.load(start_ptr + tl.load(document_ptr + tile_start) + 1).to(tl.int32)
     if HAS_WINDOW:
         end = tl.minimum(end, last_key + window)
-        end_whole = tl.minimum(end_whole, tile + window)
-    end_masked = tl.minimum(tile + BLOCK_N, end)
-    # Whole tiles of queries that see every key of this tile.
-    end_whole = tl.maximum(end_whole // BLOCK_M * BLOCK_M, tile + BLOCK_N)
+        end_unmasked = tl.minimum(end_unmasked, tile_start + window)
+    end_own = tl.minimum(tile_start + BLOCK_N, end)
+    # Between its own tile and here, every query sees every key of the tile.
+    end_unmasked = tl.maximum(end_unmasked // BLOCK_M * BLOCK_M, tile_start + BLOCK_N)
     d_k = tl.zeros((BLOCK_N, WIDTH), dtype=tl.float32)
     d_v = tl.zeros((BLOCK_N, WIDTH), dtype=tl.float32)
     log_scale = scale * LOG2_E
@@ -257,33 +269,33 @@ def _key_grad_kernel(
     d_out_ptr += head * d_out_stride_head
     lse_ptr += head * num_tokens
     delta_ptr += head * num_tokens
-    for first_row in range(tile, end_masked, BLOCK_M):
+    for first_row in range(tile_start, end_own, BLOCK_M):
         d_k, d_v = _key_grad_step(
             d_k, d_v, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, start_ptr, document_ptr, first_row, keys,
             num_tokens, window, q_stride, d_out_stride, log_scale, HAS_WINDOW, True, WIDTH, BLOCK_M,
         )  # fmt: skip
-    for first_row in range(tile + BLOCK_N, end_whole, BLOCK_M):
+    for first_row in range(tile_start + BLOCK_N, end_unmasked, BLOCK_M):
         d_k, d_v = _key_grad_step(
             d_k, d_v, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, start_ptr, document_ptr, first_row, keys,
             num_tokens, window, q_stride, d_out_stride, log_scale, HAS_WINDOW, False, WIDTH, BLOCK_M,
         )  # fmt: skip
-    for first_row in range(end_whole, end, BLOCK_M):
+    for first_row in range(end_unmasked, end, BLOCK_M):
         d_k, d_v = _key_grad_step(
             d_k, d_v, k, v, q_ptr, d_out_ptr, lse_ptr, delta_ptr, start_ptr, document_ptr, first_row, keys,
             num_tokens, window, q_stride, d_out_stride, log_scale, HAS_WINDOW, True, WIDTH, BLOCK_M,
         )  # fmt: skip
     inside = keys[:, None] < num_tokens
-    places = (keys[:, None].to(tl.int64) * NUM_HEADS + head) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(d_k_ptr + places, (d_k * scale).to(d_k_ptr.dtype.element_ty), mask=inside)
-    tl.store(d_v_ptr + places, d_v.to(d_v_ptr.dtype.element_ty), mask=inside)
+    offs = (keys[:, None].to(tl.int64) * NUM_HEADS + head) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(d_k_ptr + offs, (d_k * scale).to(d_k_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_v_ptr + offs, d_v.to(d_v_ptr.dtype.element_ty), mask=inside)
 
 
 class Documents(NamedTuple):
-    """Where the documents of a pack are.
+    """The documents of a pack.
 
     Args:
-        start_S1: Borders, shape (S + 1,), int32 on the device.
-        document_T: Number of the document of each token, shape (T,), an integer dtype on the device.
+        start_S1: First token of each document, and T. Shape (S + 1,), int32, on the device.
+        document_T: Index of each token's document. Shape (T,), an integer dtype, on the device.
     """
 
     start_S1: torch.Tensor
@@ -303,7 +315,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention within each document, shape (T, H, W), and the log of each denominator, shape (H, T) in fp32.
 
-    The last axis of the inputs must be contiguous.
+    The last axis of the inputs must be contiguous. Tiles are by default those measured for 16-bit heads of width 64 and
+    128.
     """
     num_tokens, num_heads, width = q_THW.shape
     out_THW = q_THW.new_empty(q_THW.shape)
@@ -334,9 +347,10 @@ def attend_backward(
     tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, and of keys and values per query head, all (T, H, W), and the row sums of
-    d_out_THW * out_THW, shape (H, T) in fp32.
+    d_out_THW * out_THW, shape (H, T) in fp32, which give the gradient of sinks.
 
-    Outputs must be contiguous, and so must the last axis of their gradient. The tiles are those of the two kernels.
+    out_THW must be contiguous, and so must the last axis of d_out_THW. ``tiles`` has those of the query gradients and
+    those of the key gradients.
     """
     num_tokens, num_heads, width = q_THW.shape
     d_q_THW, d_k_THW, d_v_THW = (q_THW.new_empty(q_THW.shape) for _ in range(3))
@@ -367,7 +381,7 @@ def _numbers(*heads: torch.Tensor, scale: float, window: int | None) -> tuple[in
 
 
 def _constants(q_THW: torch.Tensor, k_TGW: torch.Tensor, *, window: int | None, tiles: Tiles) -> dict[str, int | bool]:
-    """Return the compile-time constants that all kernels have, and the launch options."""
+    """Return the compile-time constants that all kernels share, and the launch options."""
     num_heads, width = q_THW.shape[1:]
     return {
         "NUM_HEADS": num_heads,

@@ -193,9 +193,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: numbers, texts, lists and mappings of them; anything else as text, cut at
-    200 characters.
-    """
+    """Return a value as JSON types; anything else as text of at most 200 characters."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

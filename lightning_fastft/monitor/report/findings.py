@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _NUM_SLICES = 200
 _NUM_LONGEST = 10
 _MOST_NAME = 200
-# With more documents in a pack, little of it stays empty.
+# Packs of more documents have little empty room.
 _MOST_PER_PACK = 9
 _GIB = 2**30
 _LANES = {"compute": "compute", "d2h": "copies to the host", "h2d": "copies to the device"}
@@ -84,7 +84,7 @@ def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool
 
 
 def describe_waits(watched: HostWaitDetector | None, *, is_cuda: bool) -> dict[str, Any]:
-    """Return the host syncs of the watched steps by line of code; None if no step was watched by choice."""
+    """Return the host syncs of the watched steps by line of code, or why no step was watched."""
     if watched is None or not watched.num_watched:
         why_not = (
             "No step was watched: profile_step is None."
@@ -117,8 +117,10 @@ def find_max_tokens(trainer: Trainer) -> int | None:
 
 
 def find_limit(trainer: Trainer) -> str:
-    """Return why an epoch cannot have fewer packs: "tokens" if fewer could not hold its tokens, "documents" if no more
-    documents of these lengths fit into one; "" if it could, or if that is not known.
+    """Return why an epoch cannot have fewer packs.
+
+    "tokens": fewer could not hold its tokens. "documents": no more documents of these lengths fit into one. "": it
+    could, or it is not known.
     """
     from lightning_fastft.training.datamodule import PackedDataModule
 

@@ -50,14 +50,24 @@ class StepLosses:
             step: Its optimizer step.
             loss: Its loss.
             is_last: Whether it is the last one of its optimizer step.
-            num_micro_batches: Number by which the losses of the step are divided; None for those that were added.
+            num_micro_batches: As in ``end_step``.
         """
         self.num_not_finite += not math.isfinite(loss)
         if step != self._step:
             # The last micro-batch of an earlier step may have had no loss.
             self._step, self._sum, self._num = step, 0.0, 0
         self._sum, self._num = self._sum + loss, self._num + 1
-        if not is_last:
+        if is_last:
+            self.end_step(step, num_micro_batches=num_micro_batches)
+
+    def end_step(self, step: int, *, num_micro_batches: int | None = None) -> None:
+        """Record the loss of an optimizer step; no-op if no micro-batch of it was added.
+
+        Args:
+            step: The optimizer step.
+            num_micro_batches: Divisor of the sum of its losses; None for the number of added micro-batches.
+        """
+        if step != self._step or not self._num:
             return
         mean = self._sum / (self._num if num_micro_batches is None else num_micro_batches)
         self._sum, self._num = 0.0, 0

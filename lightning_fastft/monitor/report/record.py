@@ -42,10 +42,10 @@ class RunRecord:
         num_batches: Micro-batches of this fit so far.
         source: Checkpoint from which the run was resumed.
         losses: Loss of each optimizer step.
-        values: What training logs besides the loss, by its name.
+        values: Values that training logs besides the loss, by name.
         validations: Curve of each metric of the validations, by its name.
         last_validation: Optimizer step and values of the last validation.
-        not_finite: Number of validations in which a metric was not finite, by its name.
+        not_finite: Number of validations in which a metric was not finite, by name.
         learning_rates: Learning rate of each optimizer step, by the names of Lightning's LearningRateMonitor.
         packs: Fill of the packs.
         times: Times of the micro-batches.
@@ -82,7 +82,7 @@ class RunRecord:
     started: str = ""
 
     def add_batch(self, batch: Any) -> Batch:
-        """Count the packs of a micro-batch and return what is known of it from the host."""
+        """Count the packs of a micro-batch, and return the micro-batch with what the host knows of it."""
         found = Batch(number=self.num_batches, step=self.step)
         contexts = [packed.context for packed in find_packed_batches(batch)]
         if contexts:
@@ -103,7 +103,10 @@ class RunRecord:
             divisor = num_micro_batches if is_planned else None
             self.losses.add(step, loss * num_micro_batches, is_last=is_last, num_micro_batches=divisor)
             for name, value in zip(names, others):
-                self.values.setdefault(name, StepLosses()).add(step, value, is_last=is_last)
+                self.values.setdefault(name, StepLosses()).add(step, value, is_last=False)
+            # Also of values that the last micro-batch did not log.
+            for series in self.values.values() if is_last else ():
+                series.end_step(step)
 
     def add_scalars(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         """Add learning rates and values of validations whose copies to the host are complete."""

@@ -115,5 +115,5 @@ def _show_percent(share: float) -> str:
 
 
 def _show(value: float, text: str) -> str:
-    """A figure as text, with its value in the JSON."""
+    """Return a figure as text in a ``<data>`` element with its full value, as the JSON has it."""
     return Markup('<data value="{}">{}</data>').format(repr(value), text)

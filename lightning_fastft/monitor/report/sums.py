@@ -22,9 +22,9 @@ _SUMMED = ("num_packs", "num_tokens", "num_real_tokens", "num_labelled", "num_do
 class Curve:
     """A curve over any number of steps in bounded memory.
 
-    A point is a ratio of sums over neighbouring steps (a mean where the weights are 1). When there are max_points of
-    them, neighbours are merged two by two and later points take twice as many values, so that all points but the last
-    cover equally many values and no value is lost.
+    A point is a sum of values over neighbouring steps divided by the sum of their weights: a mean if weights are 1. At
+    max_points points, neighbours are merged in pairs, and later points take twice as many values. So all points but the
+    last cover equally many values, and no value is lost.
 
     Example:
         >>> curve = Curve(max_points=2)
@@ -56,8 +56,9 @@ class Curve:
         self._sums.append([step, step, 1, value, weight])
 
     def to_array(self) -> np.ndarray:
-        """Return first step, last step, number of values, sum and weight of each point, in rows; rows of zeros
-        after the last.
+        """Return first step, last step, number of values, sum and weight of each point, shape (max_points, 5).
+
+        Rows after the last point are zero.
         """
         array_PC = np.zeros((self.max_points, 5))
         array_PC[: len(self._sums)] = np.reshape(self._sums, (-1, 5))
@@ -124,8 +125,9 @@ class PackSums:
         self.num_ranks = 1
 
     def add(self, context: Any) -> tuple[int, int]:
-        """Count a pack and return how many documents it has and how long the longest is; padding is none. Reads
-        host integers only.
+        """Count a pack, and return the number of its documents and the length of the longest, without padding.
+
+        Reads host integers only.
         """
         context = context.whole
         start_S1 = context.start_host_S1.numpy().astype(np.int64)
@@ -143,7 +145,7 @@ class PackSums:
         return len(length_S), longest
 
     def to_array(self) -> np.ndarray:
-        """Return all values but the numbers by length, for the gather; the longest document is the last one."""
+        """Return all values except the counts by length, for the gather; the last is the longest document."""
         return np.array([*(getattr(self, name) for name in _SUMMED), self.longest], dtype=np.float64)
 
     def count_lengths(self, longest: int) -> np.ndarray:
@@ -154,7 +156,7 @@ class PackSums:
         return count_L
 
     def take_sums(self, array_RV: np.ndarray, count_RL: np.ndarray, *, num_alike: int) -> None:
-        """Replace the values of this rank by those of all ranks, of which num_alike at a time count the same packs."""
+        """Replace the values of this rank by sums over all ranks; groups of num_alike ranks count the same packs."""
         sum_V = array_RV.sum(axis=0) // num_alike
         for name, value in zip(_SUMMED, sum_V.tolist()):
             setattr(self, name, int(value))
@@ -163,9 +165,11 @@ class PackSums:
         self.num_ranks = len(array_RV)
 
     def to_dict(self, *, max_tokens: int | None, limit: str = "") -> dict[str, Any] | None:
-        """Return plain values for JSON; None where there was no pack.
+        """Return plain values for JSON; None if there was no pack.
 
-        Without max_tokens, the most tokens of a pack, fill is None too. limit: why there are no fewer packs.
+        Args:
+            max_tokens: Most tokens of a pack; None if not known, and then fill is None too.
+            limit: Why there are no fewer packs, as from ``find_limit``.
         """
         if not self.num_packs:
             return None

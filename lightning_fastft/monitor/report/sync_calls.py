@@ -1,4 +1,4 @@
-"""Which calls make the host wait for the device, and what to write instead."""
+"""The calls that cause host syncs, and a fix for each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OTHER = (
     "this call copies to or from the host, or asks the device for a size: move it out of the step, or make its "
     "input on the device"
 )
-# What to write instead, by the name of the operation.
+# Fixes by the name of the operation.
 REMEDIES = {
     **dict.fromkeys(("_local_scalar_dense", "item", "is_nonzero", "tolist", "numpy"), _READ),
     **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere", "masked_select"), _SELECT),
@@ -64,9 +64,9 @@ NAMES = {
 
 
 def judge_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_cuda: bool) -> tuple[str, str] | None:
-    """Return (operation, remedy) if a dispatched call makes the host wait, else None.
+    """Return (operation, remedy) if a dispatched call causes a host sync, else None.
 
-    On a CPU the calls are those that would wait if their tensors were on a GPU, without copies.
+    On a CPU calls count that would sync if their tensors were on a GPU, except copies.
     """
     name = func.overloadpacket.__name__
     if name in _COPYING:
@@ -85,7 +85,7 @@ def judge_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_c
 def _judge_index(name: str, args: tuple[Any, ...], *, is_cuda: bool) -> tuple[str, str] | None:
     if not any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
         return None
-    # A number on the host is filled in under the mask (ATen's canDispatchToMaskedFill), without row numbers.
+    # ATen fills a number on the host in under the mask, without row numbers (canDispatchToMaskedFill).
     if is_cuda and name in _ASSIGNING and args[2].numel() == 1 and args[2].device.type == "cpu":
         return None
     return f"{name} with a bool tensor", _ASSIGN if name in _ASSIGNING else _SELECT
@@ -106,7 +106,7 @@ def judge_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if name == "_to_copy":
         target = torch.device(kwargs.get("device") or source.device)
         is_free = bool(kwargs.get("non_blocking"))
-        # What .to("cpu", non_blocking=True) makes is pinned.
+        # The result of .to("cpu", non_blocking=True) is pinned.
         is_pinned = is_free
     else:
         other = args[1] if name.startswith("_copy_from") else args[0]

@@ -1,6 +1,4 @@
-"""Times of micro-batches and of their parts, from marks on the device's timeline that are read after they have
-passed.
-"""
+"""Times of micro-batches and of their parts, from marks on the device's timeline, read once they have passed."""
 
 from __future__ import annotations
 
@@ -12,28 +10,28 @@ from typing import Any
 from lightning_fastft.core.marks import Mark, has_passed, ms_between
 from lightning_fastft.monitor.report.sums import Curve, Spread
 
-# In the order of a micro-batch; "between" is the time from the end of the last one: data, transfer, other callbacks,
+# In the order of a micro-batch; "between" is the time since the end of the last one: data, transfer, other callbacks,
 # logging.
 PARTS = ("between", "forward", "backward", "optimizer")
 # Values of Batch.set_up: the loader starts in the first micro-batch of an epoch, and graphs are recorded in others.
 EPOCH_START = "an epoch and its data loader began"
 RECORDED = "layers were recorded as CUDA graphs"
-# Batches held until it is known whether there are others than those of the warm-up and the starts of epochs.
+# Most micro-batches of the warm-up and of starts of epochs that are held, in case the run has no others.
 _MOST_EARLY = 64
 
 
 @dataclass(kw_only=True)
 class Batch:
-    """A micro-batch: what it held, marks at the start of its parts, and later the times between them.
+    """A micro-batch: its contents, marks at the start of its parts, and later the times between them.
 
     Args:
         number: Number in this fit.
         step: Optimizer step of this fit.
-        num_tokens: Tokens without padding; None where the host cannot know them, like the next two.
-        num_documents: Documents of its packs.
-        longest_document: Tokens of the longest of them.
-        set_up: What was made once while it ran; "" for nothing.
-        is_counted: Whether its times are read; not those of a profiled or watched micro-batch.
+        num_tokens: Tokens without padding; None if the host does not know them.
+        num_documents: Documents of its packs; None as above.
+        longest_document: Tokens of the longest document; None as above.
+        set_up: EPOCH_START or RECORDED; "" for neither.
+        is_counted: Whether its times are read; False for a profiled or watched micro-batch.
         marks: (part that begins, mark), in order; the last one is the end.
         parts_ms: Milliseconds of each part, once its marks have been read.
     """
@@ -64,7 +62,7 @@ class BatchTimes:
     """Sums over timed micro-batches in bounded memory.
 
     Args:
-        num_warmup: Optimizer steps at the start that are not counted, unless there are no others.
+        num_warmup: First optimizer steps, which are counted only if there are no others.
     """
 
     def __init__(self, *, num_warmup: int) -> None:
@@ -73,7 +71,7 @@ class BatchTimes:
         self.spread = Spread()
         self.slowest: Batch | None = None
         self.has_warmup = False
-        # What was made once, with how many micro-batches that took, and their milliseconds.
+        # Number and milliseconds of the micro-batches with each kind of set-up.
         self.set_ups: dict[str, tuple[int, float]] = {}
         self.num_tokens = 0
         self.seconds = 0.0
@@ -82,15 +80,12 @@ class BatchTimes:
         self._waiting: deque[Batch] = deque()
 
     def push(self, batch: Batch) -> None:
-        """Take a micro-batch; its marks are read when the last of them has passed."""
+        """Add a micro-batch, whose marks are read once the last of them has passed."""
         if batch.is_counted:
             self._waiting.append(batch)
 
     def poll(self, *, wait: bool = False) -> None:
-        """Read what has passed.
-
-        With wait, at the end of a run, after the device; otherwise the host waits for nothing.
-        """
+        """Read marks that have passed; with ``wait`` all of them, with a host sync."""
         while self._waiting:
             if not has_passed(self._waiting[0].marks[-1][1], wait=wait):
                 return
@@ -99,7 +94,7 @@ class BatchTimes:
             self.add(batch)
 
     def add(self, batch: Batch) -> None:
-        """Count a micro-batch; one in which something was made once is counted apart."""
+        """Count a micro-batch, separately if it had a set-up."""
         if batch.num_tokens is not None:
             self.tokens_per_s.add(batch.step, float(batch.num_tokens), batch.ms / 1e3)
         if batch.step >= self.num_warmup and batch.set_up:
@@ -113,7 +108,7 @@ class BatchTimes:
             self._early.append(batch)
 
     def finish(self) -> None:
-        """Count the warm-up and the starts of epochs where nothing else was timed."""
+        """Count the warm-up and the starts of epochs if nothing else was timed."""
         if not self.spread.num_values:
             self.has_warmup = bool(self._early)
             self.set_ups.pop(EPOCH_START, None)
@@ -122,11 +117,11 @@ class BatchTimes:
         self._early.clear()
 
     def drop(self) -> None:
-        """Forget what has not been read."""
+        """Drop micro-batches that have not been read."""
         self._waiting.clear()
 
     def rate(self) -> float | None:
-        """Return tokens per second over the counted micro-batches; None where tokens are not known."""
+        """Return tokens per second over the counted micro-batches; None if tokens are not known."""
         return self.num_tokens / self.seconds if self.num_tokens and self.seconds > 0 else None
 
     def to_dict(self, *, is_cuda: bool) -> dict[str, Any]:
@@ -162,8 +157,9 @@ class BatchTimes:
         }
 
     def slowest_to_dict(self, *, first_step: int = 0) -> dict[str, Any] | None:
-        """Return the slowest micro-batch beside the median; None where none was timed. first_step is added to its
-        step.
+        """Return the slowest micro-batch for JSON, with its ratio to the median; None if none was timed.
+
+        first_step is added to its step.
         """
         if self.slowest is None:
             return None

@@ -1,11 +1,11 @@
-"""What a run came to, in a few sentences, from the data of its report."""
+"""The verdict on a run in a few sentences, from the data of its report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Shares worth a sentence: of the time without work for want of data, and of the room in packs that holds nothing.
+# Shares worth a sentence: of the time between micro-batches, and of the unused room in packs.
 _DATA_SHARE = 0.1
 _EMPTY_SHARE = 0.1
 # What PolicyTuner logs.
@@ -39,7 +39,7 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     refused = [status["name"] for status in data["statuses"] if status["state"] == "refused"]
     if refused:
         warn.append(f"Refused: {', '.join(refused)}; the table says why and what to do.")
-    # Logged steps are few; the table has what is read on them.
+    # Logged steps are few; only the table has their syncs.
     per_step = sum(row["per_step"] for row in data["waits"].get("rows", ()) if not row["is_logging"])
     if per_step:
         times = f"{per_step:g} {'time' if per_step == 1 else 'times'} a step"
@@ -56,13 +56,10 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
             f"{100 * data['profile']['hidden_share']:.0f} % of the copy time of the profiled step was hidden under "
             "compute."
         )
-    # What ended the run comes first.
-    return "bad" if bad else "warn" if warn else "good", [*bad, *warn, *good] if outcome["state"] != "finished" else [
-        *good[:1],
-        *bad,
-        *warn,
-        *good[1:],
-    ]
+    level = "bad" if bad else "warn" if warn else "good"
+    # The sentence on the end of the run comes first.
+    first_good = good[:1] if outcome["state"] == "finished" else []
+    return level, [*first_good, *bad, *warn, *good[len(first_good) :]]
 
 
 def summarize(data: Mapping[str, Any]) -> str:
@@ -86,7 +83,7 @@ def summarize(data: Mapping[str, Any]) -> str:
 
 
 def _describe_end(data: Mapping[str, Any]) -> str:
-    """Say how the run ended, after how many steps, and where it began if that was not step 0."""
+    """Return how the run ended, after how many steps, and where it began if not at step 0."""
     outcome, resumed, head = data["outcome"], data["resumed"], data["head"]
     steps = _count(head["num_steps"], "optimizer step")
     ends = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted"}
@@ -122,7 +119,7 @@ def _describe_change(first: float, final: float) -> str:
 
 
 def _describe_means(head: Mapping[str, Any], *, first_step: bool = True) -> str:
-    """Say of how many steps the first and the final value are, and what the loss of the first step was."""
+    """Return of how many steps the first and the final value are means, and the loss of the first step."""
     number = head["num_loss_steps"]
     if number == 1:
         return "(the first and the last step)"
@@ -131,8 +128,9 @@ def _describe_means(head: Mapping[str, Any], *, first_step: bool = True) -> str:
 
 
 def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
-    """Say how much room of the packs is empty where that is much and can be changed; where nobody knows how much they
-    hold, how much of them is padding.
+    """Return a sentence if much of the packs is empty, unless fewer packs could not hold the tokens.
+
+    If max_tokens is not known, the sentence is about the share of padding.
     """
     if packing is None:
         return []

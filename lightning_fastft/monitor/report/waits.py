@@ -1,4 +1,4 @@
-"""Find what makes the host wait for the device: each wait by call and by line of code, with what to write instead."""
+"""Record host syncs: each by its call and line of code, with a fix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOST_READERS = (
     *(os.path.join(_PACKAGE, folder, "") for folder in ("callbacks", "monitor")),
     os.path.join(_PACKAGE, "training", "optimizer.py"),
 )
-# Frames between the call that waits and what records it.
+# Frames between the call that syncs and the recorder.
 _MACHINERY = (
     __file__,
     "torch/_dynamo",
@@ -43,19 +43,19 @@ _MACHINERY = (
     "torch/_ops.py",
     "/warnings.py",
 )
-# Lightning calls the step from here; what lies further out is the script that called fit.
+# Lightning calls the step from here; frames further out belong to the script that called fit.
 _LOOP = os.path.join("loops", "training_epoch_loop.py")
-# Lightning hands logged values to the loggers here.
+# Lightning passes logged values to the loggers here.
 _CONNECTOR = "logger_connector"
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
-# Batches are made by a fetcher of Lightning, or by our thread that reads ahead.
+# Batches are made in a fetcher of Lightning, or in our thread that reads ahead.
 _FETCHERS = (os.path.join("loops", "fetchers.py"), os.path.join("packing", "stream.py"))
 _SITES = ("site-packages", "dist-packages")
 _ROOTS = tuple(
     os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent))
 )
 
-# (part of a path on the stack, what to do): waits whose cause is known better than by their operation.
+# (part of a path on the stack, fix): syncs whose cause the path says better than the operation.
 _KNOWN = (
     (
         _CONNECTOR,
@@ -86,16 +86,15 @@ class Place(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """One cause of waits.
+    """One cause of host syncs.
 
     Args:
-        operation: Name of the operation, as the dispatcher has it.
-        call: What waits, for people.
-        place: Line of the user's own code; the line of the library where none of the user's is on the stack.
-        library: Line of the library that made the call for the user; None where the user's line made it.
-        remedy: What to write instead.
-        is_logging: Whether Lightning reads for a logger what ``self.log`` was given, which it does on logged steps
-            only.
+        operation: Name of the operation in the dispatcher.
+        call: The operation in words.
+        place: Line of the user's code; of a library if no line of the user is on the stack.
+        library: Line of the library that syncs; None if it is ``place`` itself.
+        remedy: The fix.
+        is_logging: Whether Lightning reads values of ``self.log`` for a logger, which it does on logged steps only.
     """
 
     operation: str
@@ -107,22 +106,21 @@ class HostWait(NamedTuple):
 
 
 class WaitRecorder:
-    """Record what makes the host wait, while it is on.
+    """Record host syncs while it is on.
 
-    On CUDA: operations that wait are seen by the dispatcher, also in the backward, and the rest by
-    ``torch.cuda.set_sync_debug_mode``; explicit ``synchronize`` calls are counted too. A wait inside a library that
-    tells neither (an extension that calls the driver itself) stays unseen. On a CPU: operations that would wait if
-    their tensors lay on a GPU, so that reads of tensors which never leave the host count as well.
+    On CUDA the dispatcher shows operations that sync, also in the backward, ``torch.cuda.set_sync_debug_mode`` shows
+    others, and calls of ``synchronize`` are counted. A sync that none of them shows is missed, such as one of an
+    extension that calls the driver itself. On a CPU operations are recorded that would sync if their tensors were on a
+    GPU, so reads of tensors that never leave the host count too.
 
     Args:
-        device: Where the step runs.
-        on_wait: Called at each wait, from inside the call that waits; what it raises comes out of that call.
-        host_only: Starts of paths of code that reads nothing but tensors of the host, which a CPU cannot tell from
-            others; on CUDA all code counts.
+        device: Device of the step.
+        on_wait: Called at each sync, inside the call that syncs; an exception of it leaves that call.
+        host_only: Prefixes of paths whose code reads only host tensors. They are skipped on a CPU, which cannot tell
+            these tensors from others.
 
     Cost:
-        While on, some microseconds per operation, and torch.compile runs what it would compile eagerly; nothing while
-        off.
+        While on, some microseconds per operation, and torch.compile regions run eagerly. While off, nothing.
 
     Source:
         own; torch.cuda.set_sync_debug_mode of PyTorch.
@@ -154,7 +152,7 @@ class WaitRecorder:
         return self._stack is not None
 
     def start(self) -> None:
-        """Begin to record; a second call does nothing."""
+        """Start to record; no-op if it is on."""
         if self._stack is not None:
             return
         with contextlib.ExitStack() as stack:
@@ -169,14 +167,14 @@ class WaitRecorder:
             self._stack = stack.pop_all()
 
     def stop(self) -> None:
-        """End it, and put everything back; a second call does nothing."""
+        """Stop recording and restore what was replaced; no-op if it is off."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[WaitRecorder]:
-        """Record until the block ends."""
+        """Record inside a ``with`` block."""
         self.start()
         try:
             yield self
@@ -184,36 +182,25 @@ class WaitRecorder:
             self.stop()
 
     def note(self, operation: str, remedy: str = "") -> None:
-        """Count a wait of the code that is running.
+        """Count a sync of the running code.
 
-        An empty remedy is looked up by the operation.
+        Args:
+            operation: Name of the operation.
+            remedy: The fix; "" looks it up by the operation.
         """
         frames = _frames()
-        if (
-            self.device.type != "cuda"
-            and frames
-            and (_stays_on_the_host(frames) or frames[0].f_code.co_filename.startswith(self.host_only))
-        ):
+        if self.device.type != "cuda" and frames and _reads_host(frames, host_only=self.host_only):
             return
         known = next((text for part, text in _KNOWN for frame in frames if part in frame.f_code.co_filename), "")
-        mine = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), None)
-        # What self.log was given is read later, where none of the user's lines is on the stack: the names say what it
-        # was.
-        logging = next(
-            (
-                frame
-                for frame in frames
-                if frame.f_code.co_name == "log_metrics" and _CONNECTOR in frame.f_code.co_filename
-            ),
-            None,
-        )
-        inner = _backward_place(frames) or _place(frames[0] if logging is None or mine is not None else logging)
-        is_direct = mine is None or (mine is frames[0])
+        of_user = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), None)
+        # Values of self.log are read later, when no line of the user is on the stack; their names say which they are.
+        logging = next((frame for frame in frames if _is_logging(frame)), None)
+        inner = _backward_place(frames) or _place(frames[0] if logging is None or of_user is not None else logging)
         wait = HostWait(
             operation=operation,
             call=NAMES.get(operation, operation) if logging is None else _describe_logging(logging),
-            place=inner if mine is None else _place(mine),
-            library=None if is_direct else inner,
+            place=inner if of_user is None else _place(of_user),
+            library=None if of_user is None or of_user is frames[0] else inner,
             remedy=known or remedy or REMEDIES.get(operation, OTHER),
             is_logging=logging is not None,
         )
@@ -237,8 +224,7 @@ class _DispatchWatch(TorchDispatchMode):
             self._recorder.note(*found)
         if found is None or not is_cuda:
             return func(*args, **kwargs)
-        # Counted: the warning of the same call would count it twice, and in a backward it would come late and without
-        # its line.
+        # The warning of this call would count it a second time; in a backward it comes late and without its line.
         torch.cuda.set_sync_debug_mode("default")
         try:
             return func(*args, **kwargs)
@@ -257,20 +243,17 @@ def order_waits(waits: Iterable[tuple[HostWait, int]]) -> list[tuple[HostWait, i
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to an installed package, to the standard library or to this package, and not to the
-    user.
-    """
+    """Return whether a file belongs to an installed package, the standard library or this package."""
     return file.startswith(("<", *_ROOTS)) or any(f"{os.sep}{site}{os.sep}" in file for site in _SITES)
 
 
 @contextlib.contextmanager
 def _sync_warnings(note: Callable[[str], None]) -> Iterator[None]:
-    """Have every warning of the synchronisation debug mode counted and not shown."""
+    """Count the warnings of the sync debug mode instead of showing them."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_SYNC_WARNING)
-        # Said once by torch where the mode is first set; what the mode does not see is in the docstring of the
-        # recorder.
+        # torch says once that the mode misses some syncs; the docstring of the recorder says which.
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         show = warnings.showwarning
 
@@ -290,7 +273,7 @@ def _sync_warnings(note: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(owner: Any, name: str, note: Callable[[str], None]) -> Iterator[None]:
-    """Have calls of a function or method noted until the block ends."""
+    """Note the calls of a function or method inside the block."""
     is_own, original = name in vars(owner), getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -308,7 +291,7 @@ def _watched(owner: Any, name: str, note: Callable[[str], None]) -> Iterator[Non
 
 
 def _frames() -> list[FrameType]:
-    """Frames of the running code, innermost first, up to the loop of Lightning that called the step."""
+    """Return the frames of the running code, innermost first, up to the loop of Lightning that called the step."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(_LOOP):
@@ -318,32 +301,40 @@ def _frames() -> list[FrameType]:
     return frames
 
 
+def _is_logging(frame: FrameType) -> bool:
+    """Return whether Lightning passes values of ``self.log`` to the loggers in a frame."""
+    return frame.f_code.co_name == "log_metrics" and _CONNECTOR in frame.f_code.co_filename
+
+
 def _describe_logging(frame: FrameType) -> str:
-    """Name the values that Lightning reads for a logger."""
+    """Return text with the names of the values that Lightning reads for a logger."""
     names = frame.f_locals.get("metrics")
     shown = f" ({', '.join(map(str, names))})" if isinstance(names, Mapping) else ""
     return f"reading what self.log was given{shown}, on logged steps only"
 
 
 def _backward_place(frames: list[FrameType]) -> Place | None:
-    """The node of the backward that is running in C++, without a line of Python of its own; None outside of one."""
+    """Return the node of the backward that runs in C++, without a line of Python; None outside of a backward."""
     if frames and not frames[0].f_code.co_filename.endswith(_ENGINE):
         return None
-    # In a thread of the backward nothing but the recorder is on the stack.
+    # The stack of a backward thread has only the recorder.
     node = torch._C._current_autograd_node()
     if node is None:
         return Place("<backward>", 0, "autograd", "C++ code in the backward, such as a gradient hook of DDP")
     return Place("<backward>", 0, node.name(), f"backward of the operation that made {node.name()}")
 
 
-def _stays_on_the_host(frames: list[FrameType]) -> bool:
-    """Whether a read is of tensors that lie on the host in a run on CUDA too: batches in the making, step
-    counters, checks for the CPU alone.
+def _reads_host(frames: list[FrameType], *, host_only: tuple[str, ...]) -> bool:
+    """Return whether a read is of tensors that are on the host in a run on CUDA too.
+
+    They are batches that the loader makes, step counters of optimizers, checks that only a CPU makes, and what code
+    under the paths host_only reads.
     """
     inner = frames[0]
     is_step_counter = inner.f_code.co_name == "_get_value" and "torch/optim/" in inner.f_code.co_filename
     return (
         is_step_counter
+        or inner.f_code.co_filename.startswith(host_only)
         or "one_hot(" in _place(inner).text
         or any(frame.f_code.co_filename.endswith(_FETCHERS) for frame in frames)
     )

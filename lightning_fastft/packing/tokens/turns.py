@@ -1,8 +1,8 @@
 """Locate the assistant's turns in a conversation whose template has no generation marks.
 
 The conversation is rendered up to the generation prompt and up to the end of a turn; the answer is the difference. Both
-must be prefixes of the whole text. If a template renders earlier turns differently once later ones follow, a sentinel
-is inserted into the turn and searched for.
+texts must be prefixes of the whole text. They are not if a template renders a turn differently once later turns follow;
+then a sentinel is inserted into the turn and searched for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Render = Callable[[Messages, bool], str | None]
 
 
 class _CallPlace(NamedTuple):
-    """The begin of an answer with tool calls, the place of its first call, and its end; None if unclear."""
+    """Characters at which an answer with tool calls starts, its first call is, and the answer ends; None if unclear."""
 
     begin: int | None
     first: int
@@ -53,7 +53,7 @@ class TurnFinder:
         self.num_by_prompt = self.num_by_sentinel = 0
 
     def find(self, number: int) -> tuple[int, int] | None:
-        """Return the characters of a turn's answer; None if they cannot be told from those around them."""
+        """Return the first character of a turn's answer and the one past its last; None if they cannot be located."""
         turn = _Turn(self._messages, number, self._render)
         begin = end = None
         if turn.asked is not None and turn.has_prompt and self._text.startswith(turn.asked):
@@ -92,7 +92,7 @@ class TurnFinder:
         return SENTINEL in alone and shown.find(SENTINEL) > alone.find(SENTINEL)
 
     def _is_cut(self, turn: _Turn) -> bool:
-        """Return whether the tool calls of a turn begin with less behind earlier calls than as the first answer."""
+        """Return whether the template writes less before the calls of this turn than before those of a first answer."""
         first = next(place for place, message in enumerate(turn.before) if message["role"] == "assistant")
         marked = turn.message | {"tool_calls": [*map(mark_name, turn.message["tool_calls"])]}
         asked = self._render(turn.before[:first], False) or ""
@@ -101,12 +101,12 @@ class TurnFinder:
         return bool(found) and begin.startswith(asked) and not shown.endswith(begin.removeprefix(asked).strip())
 
     def _find_by_sentinel(self, turn: _Turn, begin: int | None, end: int | None) -> tuple[int | None, int | None]:
-        """Return begin and end of a turn, of which at least one is missing."""
+        """Return where the answer of a turn begins and ends, of which at least one is not known yet."""
         if SENTINEL in self._text:
             return None, None
         if begin is None and read_reasoning(turn.message):
             if SENTINEL in (turn.show(turn.message | dict.fromkeys(read_reasoning(turn.message), SENTINEL)) or ""):
-                # It comes before the content, where no sentinel finds it.
+                # The reasoning comes before the content, and a sentinel in the content cannot locate it.
                 return None, None
             turn = self._omit_reasoning(turn)
         call = self._find_call(turn) if turn.message.get("tool_calls") else None
@@ -122,7 +122,7 @@ class TurnFinder:
         return (None, None) if begin is not None and call is not None and call.first < begin else (begin, end)
 
     def _find_bare(self, turn: _Turn) -> int | None:
-        """Return the begin of an answer that directly follows the text before it; else None."""
+        """Return where an answer begins that directly follows the text before it; None for other answers."""
         asked, answered = turn.asked, turn.answered
         if not turn.is_bare or asked is None or answered is None:
             return None
@@ -142,7 +142,7 @@ class TurnFinder:
             shown = turn.show(marked) or ""
             place = shown.find(SENTINEL)
             is_blank = not read_words(marked).partition(SENTINEL)[2].strip()
-            # A template writes a blank content otherwise, but nothing before it.
+            # A template may write blank content differently; the text before it is the same.
             is_same = shown.replace(SENTINEL, "") == self._text or (is_blank and self._text.startswith(shown[:place]))
             if place >= 0 and is_same:
                 leads = (turn.find_lead(marked), self._lead)
@@ -150,7 +150,7 @@ class TurnFinder:
         return None
 
     def _mark_behind_thought(self, turn: _Turn) -> Iterator[dict[str, Any]]:
-        """Yield a message with a sentinel behind the thought in its content, if the template drops the thought."""
+        """Yield messages with a sentinel behind the thought in the content, if the template drops the thought."""
         words = read_words(turn.message)
         thought, rest = split_thought(words)
         if thought and SENTINEL not in (
@@ -177,7 +177,7 @@ class TurnFinder:
         shown, alone = turn.show(marked) or "", turn.show_alone(marked) or ""
         if SENTINEL not in alone or shown.replace(SENTINEL, "") != self._text:
             return None
-        # Answers of tools may show the names again.
+        # Results of tools may repeat the names.
         *names, rest = alone.split(SENTINEL)
         places = np.cumsum([len(piece) for piece in shown.split(SENTINEL)]).tolist()
         first, last = places[0], places[len(names) - 1]
@@ -222,7 +222,7 @@ class _Turn:
 
     @functools.cached_property
     def speaker(self) -> str:
-        """The generation prompt of the first answer; "" if the template writes none."""
+        """The generation prompt of the first answer, which names the speaker; "" if the template writes none."""
         first = next((number for number, message in enumerate(self.before) if message["role"] == "assistant"), 0)
         plain = self._render(self.before[:first], False) if first else None
         return "" if plain is None else (self._render(self.before[:first], True) or "").removeprefix(plain)
@@ -241,9 +241,10 @@ class _Turn:
         return self._render([*self.before, message], False)
 
     def find_lead(self, message: dict[str, Any]) -> str:
-        """Return the text between the prompt and the sentinel in a message, which the model has to write too.
+        """Return the text between the prompt and the sentinel in a message, which the model must write too.
 
-        Without a generation prompt it is white space, or "": other text names the speaker, if answers have one.
+        Without a generation prompt only white space counts, because other text names the speaker; unless answers
+        directly follow the text before them.
         """
         answered = self.show_alone(message)
         if answered is None or self.asked is None or not answered.startswith(self.asked):
@@ -267,9 +268,9 @@ def mark_name(call: dict[str, Any], mark: str = SENTINEL) -> dict[str, Any]:
 
 
 def _mark_content(message: dict[str, Any], *, before: bool, num_skipped: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield a message with a sentinel at one end of its content, outside of white space there and then inside of it.
+    """Yield a message with a sentinel at one end of its content: first outside of the white space there, then inside.
 
-    Templates that strip contents show only the second. num_skipped characters at the begin are not part of the content.
+    Templates that strip the content show only the second. The first num_skipped characters do not count as content.
     """
     content = message.get("content")
     if content is None or (not isinstance(content, str) and any(part["type"] != "text" for part in content)):
@@ -283,5 +284,5 @@ def _mark_content(message: dict[str, Any], *, before: bool, num_skipped: int = 0
 
 
 def _with_words(message: dict[str, Any], words: str) -> dict[str, Any]:
-    """Return a message with another content of the same shape."""
+    """Return a message with other content of the same form, text or a list of parts."""
     return message | {"content": as_parts(words) if isinstance(message["content"], list) else words}

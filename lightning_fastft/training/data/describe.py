@@ -227,7 +227,7 @@ def _describe_split(
         lines.append(report.render())
     share = 100 * int(subset.num_labelled_N.sum()) / num_tokens
     lines += [
-        f"{len(subset)} examples, {num_tokens} tokens, {share:.1f} % trained; per example: shortest "
+        f"{count(len(subset), 'example')}, {num_tokens} tokens, {share:.1f} % trained; per example: shortest "
         f"{int(length_N.min())}, median {middle:.0f}, "
         f"mean {length_N.mean():.0f}, 99th percentile {high:.0f}, longest {int(length_N.max())}",
         render_length_histogram(length_N),

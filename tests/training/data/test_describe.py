@@ -54,6 +54,7 @@ def test_description_counts_rows_lengths_packs_and_marks_an_example():
 def test_description_has_each_split():
     text = describe_data(make_data(val_paths=[{"input_ids": [7] * 5}]))
     assert text.index("train:") < text.index("val:") < text.index("first example")
+    assert "1 example, 5 tokens" in text
     assert "test:" not in text
 
 
