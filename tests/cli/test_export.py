@@ -389,6 +389,16 @@ def test_a_merge_that_loses_or_doubles_the_adapters_is_refused(merge, dtype, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_long_sums_of_a_wide_model_in_fp32_do_not_stop_a_merge(tmp_path):
+    sizes = {"hidden_size": 1024, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}
+    torch.manual_seed(1)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    model = small_adapted(targets=targets, sizes={**sizes, "num_key_value_heads": 4, "num_hidden_layers": 1})
+    # That of the model that is read back.
+    model.get_base_model().set_attn_implementation("sdpa")
+    assert export.export_merged(model, tmp_path / "out", tokenizer=None).merge_difference < 1e-5
+
+
 def test_biases_of_adapters_are_merged_only_into_biases(tmp_path):
     model = small_adapted(family="qwen2", lora_bias=True)
     with pytest.raises(UnsupportedModelError, match="lora_bias"):
