@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_fastft.checkpoint.atomic import part_beside, replacing, sync_folder
+from lightning_fastft.checkpoint.atomic import part_beside, replacing, sweep, sync_folder
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DataError,
@@ -305,9 +305,13 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to out; rename it to out if the block succeeds, else remove it."""
+    """Yield a temporary folder next to out; rename it to out if the block succeeds, else remove it.
+
+    What a killed process left of an earlier attempt is removed first.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        sweep(out.parent, name=out.name)
         with part_beside(out, is_folder=True) as part:
             yield part
             check_free(out)

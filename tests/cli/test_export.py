@@ -548,3 +548,22 @@ def test_a_place_that_fills_up_meanwhile_is_left_alone(tmp_path, monkeypatch):
         export.export_adapters(model, tmp_path / "out", tokenizer=None)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model, out: export.export_adapters(model, out, tokenizer=None),
+        lambda model, out: export.export_merged(model, out, tokenizer=None),
+        export.save_adapters,
+    ],
+)
+def test_leftovers_of_a_killed_process_are_removed_by_the_next(write, tmp_path):
+    for name in ("out", "other"):
+        (tmp_path / f".{name}.0123abcd.part").mkdir()
+        (tmp_path / f".{name}.0123abcd.part" / "model.safetensors").write_bytes(b"half")
+    model = small_adapted()
+    # That of the model that is read back.
+    model.get_base_model().set_attn_implementation("sdpa")
+    write(model, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.0123abcd.part", "out"]
