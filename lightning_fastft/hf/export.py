@@ -328,7 +328,7 @@ def writing(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Raise a full disk as OSError, which safetensors reports as an error of its own."""
+    """Raise a full disk as OSError, which safetensors and torch.save report as errors of their own."""
     from safetensors import SafetensorError
 
     try:
@@ -337,6 +337,11 @@ def disk_errors() -> Iterator[None]:
         if "I/O error" not in str(error):
             raise
         raise OSError(str(error)) from error
+    except RuntimeError as error:
+        # The end of a zip archive of torch is not where it should be.
+        if "inline_container" not in str(error):
+            raise
+        raise OSError(f"torch.save was cut short ({error})") from error
 
 
 def _write_card(part: Path, card: str) -> None:
