@@ -87,6 +87,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         sweep(folder.parent, name=folder.name)
         with part_beside(folder, is_folder=True) as part:
             yield part
+            sync_tree(part)
             for file in sorted(path for path in part.rglob("*") if path.is_file()):
                 target = folder / file.relative_to(part)
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
+    """Sync the names in a folder, or the content of a file, to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -105,6 +106,12 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync the files of a folder to the disk, so that none is empty under its final name after a power failure."""
+    for path in (*folder.rglob("*"), folder):
+        sync_folder(path)
 
 
 def new_name(path: Path, kind: str) -> Path:
