@@ -89,7 +89,8 @@ def _push(folder: Path, card: str, *, args: Namespace) -> int:
     lines += [f"  {_size(size):>12}  {name}" for name, size in sizes.items()]
     sys.stdout.write("\n".join([*lines, "", shown]) + "\n")
     if args.dry_run or not args.yes:
-        change = "Add --yes" if not args.dry_run else "Remove --dry-run" if args.yes else "Give --yes in place of --dry-run"
+        in_dry_run = "Remove --dry-run" if args.yes else "Give --yes in place of --dry-run"
+        change = in_dry_run if args.dry_run else "Add --yes"
         sys.stdout.write(f"Nothing was uploaded. {change} to upload.\n")
         return 0
     sys.stdout.write(f"Uploaded: {_upload(args, card=card, names=names)}\n")

@@ -264,9 +264,10 @@ def test_a_kill_between_two_renames_loses_no_save(tmp_path, old, monkeypatch):
             raise SystemExit
         return rename(self, target)
 
-    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+    with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", end)
-        replace_folder(part, place)
+        with pytest.raises(SystemExit):
+            replace_folder(part, place)
     sweep(tmp_path)
     if old == "file":
         assert_is_content(load_file(place))

@@ -94,7 +94,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(has_space, folder, tmp_path, mo
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(CheckpointNotSavedError, match="out was not written: .* enough space"):
+        with pytest.raises(CheckpointNotSavedError, match=r"out was not written: .* enough space"):
             convert_litgpt(folder, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
