@@ -289,7 +289,7 @@ def test_gguf_is_made_by_llama_cpp_or_its_command_is_told(here, tmp_path, capsys
     assert main(["export", CHECKPOINT, str(tmp_path / "a"), "--ollama"]) == WITHOUT_GGUF
     text = capsys.readouterr().out
     steps = [
-        f"python llama.cpp/convert_hf_to_gguf.py {tmp_path}/a --outtype q8_0 --outfile {tmp_path}/a/a-q8_0.gguf",
+        f"python llama.cpp/convert_hf_to_gguf.py {tmp_path}/a --outfile {tmp_path}/a/a-q8_0.gguf --outtype q8_0",
         f"ollama create a -f {tmp_path}/a/Modelfile",
     ]
     assert [line.strip() for line in text.splitlines() if line.startswith("  ")][-2:] == steps

@@ -49,12 +49,12 @@ def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str)
     """
     found = str(Path(llama_cpp) / SCRIPT) if llama_cpp else shutil.which(SCRIPT)
     python = [sys.executable] if found else ["python"]
-    command = [*python, found or f"llama.cpp/{SCRIPT}", str(folder), "--outtype", type_name, "--outfile"]
+    command = [*python, found or f"llama.cpp/{SCRIPT}", str(folder), "--outfile", str(file), "--outtype", type_name]
     if not found:
-        return shlex.join([*command, str(file)])
+        return shlex.join(command)
     with part_beside(file) as part:
-        # No shell.
-        done = subprocess.run([*command, str(part)], capture_output=True, text=True, check=False)  # noqa: S603
+        command[command.index("--outfile") + 1] = str(part)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
         is_written = done.returncode == 0 and part.is_file() and part.stat().st_size > 0
         if is_written:
             part.rename(file)
