@@ -38,13 +38,16 @@ def part_beside(path: Path, *, is_folder: bool = False) -> Iterator[Path]:
         os.close(lock)
 
 
-def sweep(folder: Path) -> None:
-    """Remove temporary files of dead processes from a folder, and restore folders that were not replaced."""
+def sweep(folder: Path, *, name: str = "") -> None:
+    """Remove temporary files of dead processes from a folder, and restore folders that were not replaced.
+
+    A name restricts it to leftovers of this file or folder.
+    """
     if not folder.is_dir():
         return
     for place in sorted(folder.iterdir()):
         found = _LEFTOVER.fullmatch(place.name)
-        if found is None or place.is_symlink():
+        if found is None or place.is_symlink() or name not in ("", found["name"]):
             continue
         target = place.with_name(found["name"])
         if found["kind"] == "old" and not target.exists():
@@ -81,8 +84,10 @@ def replacing(folder: Path) -> Iterator[Path]:
     """
     with saving(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        sweep(folder.parent, name=folder.name)
         with part_beside(folder, is_folder=True) as part:
             yield part
+            sync_tree(part)
             for file in sorted(path for path in part.rglob("*") if path.is_file()):
                 target = folder / file.relative_to(part)
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +96,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
+    """Sync the names in a folder, or the content of a file, to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -101,6 +106,12 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync the files of a folder to the disk, so that none is empty under its final name after a power failure."""
+    for path in (*folder.rglob("*"), folder):
+        sync_folder(path)
 
 
 def new_name(path: Path, kind: str) -> Path:

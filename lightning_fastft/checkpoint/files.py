@@ -73,7 +73,10 @@ def save_file(content: object, path: Path) -> None:
             with part.open("rb") as file:
                 if read_comment(file) != digest:
                     raise OSError(f"the file reads back differently than written (expected {_describe(digest)})")
-            part.replace(path)
+            if path.is_dir():
+                replace_folder(part, path)
+            else:
+                part.replace(path)
         sync_folder(path.parent)
 
 
@@ -193,7 +196,7 @@ def newest_intact(folder: Path, *, but: Path | None = None) -> Path | None:
 
 
 def replace_folder(part: Path, path: Path) -> None:
-    """Rename a committed folder to path; the old folder at path is removed afterwards.
+    """Rename a committed folder, or a file that replaces one, to path; what was at path is removed afterwards.
 
     Raises:
         OSError: There is a folder at path that is not a checkpoint.
@@ -201,16 +204,16 @@ def replace_folder(part: Path, path: Path) -> None:
     old = None
     if path.is_dir() and not path.is_symlink() and not _is_checkpoint_folder(path):
         raise OSError(f"the folder {path} is not a checkpoint and is not replaced; use another name")
-    if path.is_symlink() or path.is_file():
+    if path.is_symlink():
         path.unlink()
-    elif path.is_dir() and any(path.iterdir()):
-        # After a kill between the two renames there is no folder at path; sweep restores the old one.
+    elif path.is_file() or (path.is_dir() and (part.is_file() or any(path.iterdir()))):
+        # After a kill between the two renames there is nothing at path; sweep restores the old save.
         old = new_name(path, "old")
         path.rename(old)
     part.rename(path)
     sync_folder(path.parent)
     if old is not None:
-        shutil.rmtree(old)
+        remove(old)
 
 
 def find_damage(place: Path, *, needs_digest: bool = False) -> str | None:

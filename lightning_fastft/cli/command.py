@@ -7,10 +7,12 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
-from typing import TextIO
+from typing import Any, TextIO
 
 from lightning_fastft.cli.answers import explain_full_disk, explain_missing_files
 from lightning_fastft.cli.mistakes import check_words
@@ -26,6 +28,8 @@ from lightning_fastft.core.phases import LOGGER, phase
 
 # libgomp's spin count, in iterations.
 _SPIN_COUNT = "10000"
+# Commands in which Lightning and ResumeGuard handle signals.
+_TRAINING = (*TRAINER_COMMANDS, "demo", "bench")
 # Commands that take the options of a config.
 _CONFIGURED = (*TRAINER_COMMANDS, "data", "doctor", "plan", "demo")
 
@@ -117,13 +121,39 @@ def _run(command: str, words: list[str]) -> int:
         with phase("importing"), paused_collection():
             run = _import_command(command)
         _use_free_cores(cores)
-        return run(words)
+        if command in _TRAINING:
+            return run(words)
+        with _unwinding_at_signals():
+            return run(words)
     alike = difflib.get_close_matches(command, (*TRAINER_COMMANDS, *HELP), n=1)
     near = COMMANDS.get(command.lower()) or next(iter(alike), "")
     advice = f" Did you mean {near}?" if near else ""
     if command == "predict":
         advice = " Predict in Python, with predict_paths: trainer.predict(tuner, data, ckpt_path=CHECKPOINT)."
     raise OptionError(f"Unknown command {command!r}.{advice} Allowed are {', '.join((*TRAINER_COMMANDS, *HELP))}.")
+
+
+@contextmanager
+def _unwinding_at_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, so that unfinished files are removed and child processes end."""
+
+    def stop(number: int, _: Any) -> None:
+        sys.stderr.write(f"stopped by {signal.Signals(number).name}\n")
+        raise SystemExit(128 + number)
+
+    # Ignored signals, as those of nohup, stay ignored. Other threads cannot install handlers.
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _import_command(command: str) -> Callable[[Sequence[str]], int]:

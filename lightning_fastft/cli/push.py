@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_fastft.cli.arguments import Arguments
 from lightning_fastft.cli.trained.opening import add_options, check_source, read_request, read_task
-from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.core.errors import CheckpointNotSavedError, FastFTError, OptionError
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -47,7 +47,15 @@ def run_push(words: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
-        write_trained(args.request, folder, title=args.title)
+        try:
+            write_trained(args.request, folder, title=args.title)
+        except CheckpointNotSavedError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            raise CheckpointNotSavedError(
+                f"The model is exported to a temporary folder first, and {Path(place).parent} has no space for it "
+                f"({error.__cause__}). Set TMPDIR to a folder of a larger disk."
+            ) from error
         return _push(folder, (folder / CARD).read_text(encoding="utf-8"), args=args)
 
 
@@ -81,7 +89,9 @@ def _push(folder: Path, card: str, *, args: Namespace) -> int:
     lines += [f"  {_size(size):>12}  {name}" for name, size in sizes.items()]
     sys.stdout.write("\n".join([*lines, "", shown]) + "\n")
     if args.dry_run or not args.yes:
-        sys.stdout.write(f"Nothing was uploaded. {'Remove --dry-run' if args.yes else 'Add --yes'} to upload.\n")
+        in_dry_run = "Remove --dry-run" if args.yes else "Give --yes in place of --dry-run"
+        change = in_dry_run if args.dry_run else "Add --yes"
+        sys.stdout.write(f"Nothing was uploaded. {change} to upload.\n")
         return 0
     sys.stdout.write(f"Uploaded: {_upload(args, card=card, names=names)}\n")
     return 0

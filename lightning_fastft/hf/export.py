@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_fastft.checkpoint.atomic import part_beside, replacing, sync_folder
+from lightning_fastft.checkpoint.atomic import part_beside, replacing, sweep, sync_folder, sync_tree
 from lightning_fastft.core.errors import (
     CheckpointNotSavedError,
     DataError,
@@ -142,6 +142,7 @@ def save_adapters(
     *,
     state_dict: dict[str, torch.Tensor] | None = None,
     initial: Initial | None = None,
+    finish: Callable[[Path], None] = lambda part: None,
 ) -> None:
     """Write the trained adapters as a plain PEFT folder; stock PEFT reads the new files back before they replace the
     old ones.
@@ -149,6 +150,7 @@ def save_adapters(
     As in PEFT, the adapter "default" is written to the folder itself, any other to a subfolder of its name. Adapters
     that are not trained are written only where none is trained. The state_dict is the gathered one of a sharded model.
     ``initial`` are the first adapters where their initialisation changed the base; plain LoRA is written then.
+    ``finish`` is called with the new files in a temporary folder, before they replace the old ones.
 
     Raises:
         CheckpointNotSavedError: The adapters cannot be written, or differ when read back; the folder does not change.
@@ -156,7 +158,7 @@ def save_adapters(
     Cost:
         Host memory for two copies of the adapters.
     """
-    with replacing(folder) as part, _saved_as_plain(model, initial=initial):
+    with replacing(folder) as part, _saved_as_plain(model, initial=initial), disk_errors():
         if initial is not None:
             state_dict = convert_state(state_dict or dict(model.named_parameters()), initial=initial)
         names = trained_adapters(model)
@@ -166,6 +168,7 @@ def save_adapters(
             save_resized(model, place / ADAPTER_WEIGHTS, state_dict=state_dict, initial=initial)
             share_weights(place)
             check_read_back(model, place, adapter=name, state_dict=state_dict)
+        finish(part)
 
 
 def share_weights(folder: Path) -> None:
@@ -305,11 +308,16 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to out; rename it to out if the block succeeds, else remove it."""
+    """Yield a temporary folder next to out; rename it to out if the block succeeds, else remove it.
+
+    What a killed process left of an earlier attempt is removed first.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        sweep(out.parent, name=out.name)
         with part_beside(out, is_folder=True) as part:
             yield part
+            sync_tree(part)
             check_free(out)
             part.rename(out)
         sync_folder(out.parent)
@@ -324,7 +332,7 @@ def writing(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Raise a full disk as OSError, which safetensors reports as an error of its own."""
+    """Raise a full disk as OSError, which safetensors and torch.save report as errors of their own."""
     from safetensors import SafetensorError
 
     try:
@@ -333,6 +341,11 @@ def disk_errors() -> Iterator[None]:
         if "I/O error" not in str(error):
             raise
         raise OSError(str(error)) from error
+    except RuntimeError as error:
+        # The end of a zip archive of torch is not where it should be.
+        if "inline_container" not in str(error):
+            raise
+        raise OSError(f"torch.save was cut short ({error})") from error
 
 
 def _write_card(part: Path, card: str) -> None:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+# Width up to which rounding of weights hides that of sums.
+_NARROW = 64
+
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return logits in evaluation mode, fp32 on the host."""
@@ -49,6 +52,9 @@ def merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tupl
     # logits reach 4 of these units, 6 if another expert is chosen (tests/cli/test_export.py). A merge that is lost or
     # doubled changes logits by the whole effect.
     unit = torch.finfo(merged.dtype).eps * math.sqrt(num_decoder_layers(merged) + 1)
+    if merged.dtype is torch.float32:
+        # Sums are rounded as coarsely as weights here, and are longer in wider models: 11 units at a width of 1,024.
+        unit *= max(1.0, math.sqrt(merged.get_input_embeddings().weight.shape[-1] / _NARROW))
     allowed = max(2 * unit, min(8 * unit, 0.75 * effect))
     if not moved <= allowed:
         in_fp32 = "" if merged.dtype is torch.float32 else ", or merge in fp32 (--dtype float32)"

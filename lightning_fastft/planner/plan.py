@@ -201,14 +201,18 @@ def _with_all_the_host(search: PlanSearch) -> Prediction | None:
 
 
 def _nothing_fits(search: PlanSearch, wider: Prediction | None, *, weights: str, is_streamable: bool) -> str:
-    ways = ["a smaller max_tokens"]
+    # What is there at any length of a pack.
+    base_bytes = 0 if search.is_streamed else search.model.cost.base_bytes
+    is_base_too_large = base_bytes >= search.vram_bytes
+    ways = [] if is_base_too_large else ["a smaller max_tokens"]
     if weights == "resident" and is_streamable:
         ways.append('weights="stream"')
     if wider is not None:
         ways.append(f"a host budget of {gib(wider.host_bytes)}")
     ways.append("a larger VRAM budget")
+    base = f", {gib(base_bytes)} of it for weights, gradients and optimizer state" if is_base_too_large else ""
     return (
         f"No plan fits the VRAM budget of {gib(search.vram_bytes)}: the lowest possible peak is "
-        f"{gib(search.least_bytes)}{' with streamed weights' if search.is_streamed else ''}. "
-        f"Use {', '.join(ways[:-1])}, or {ways[-1]}."
+        f"{gib(search.least_bytes)}{' with streamed weights' if search.is_streamed else ''}{base}. "
+        f"Use {', or '.join(part for part in (', '.join(ways[:-1]), ways[-1]) if part)}."
     )

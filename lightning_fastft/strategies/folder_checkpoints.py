@@ -89,16 +89,21 @@ class FolderCheckpointStrategy(ExpertParallelMixin, ModelParallelStrategy):
         Raises:
             CheckpointNotSavedError: This checkpoint or the one before it was not written; on all ranks.
         """
-        if (
-            not (self._save_distributed_checkpoint and isinstance(self.checkpoint_io, VerifiedCheckpointIO))
-            or storage_options is not None
-        ):
+        io = self.checkpoint_io
+        if not isinstance(io, VerifiedCheckpointIO) or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        given = self.broadcast(filepath)
+        if not self._save_distributed_checkpoint:
+            # Lightning would remove an earlier folder at this path before the file is written.
+            on_all_ranks(
+                lambda: io.save_checkpoint(checkpoint, given) if self.is_global_zero else None,
+                error=CheckpointNotSavedError,
+            )
             return
         from lightning_fastft.checkpoint.folders import save_folder
 
-        place = local_path(self.broadcast(filepath), use="saved to")
-        io = self.checkpoint_io
+        place = local_path(given, use="saved to")
         on_all_ranks(lambda: io.prepare(place.parent) if self.is_global_zero else None, error=CheckpointNotSavedError)
         io.own(place.parent)
         if not (self.async_save and self._is_fitting()):

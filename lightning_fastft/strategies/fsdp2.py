@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_fastft.core.checks import check_choice, check_int, check_string
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import OptionError, list_names
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.context_parallel import MOST_DEVICES
 from lightning_fastft.strategies.folder_checkpoints import FolderCheckpointStrategy
@@ -285,7 +285,7 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
 
     def _shard_module(self) -> None:
         """Shard a module that configure_model did not shard; refuse one whose ranks would not exchange gradients."""
-        from lightning_fastft.hf.sharding.state import is_sharded, unsharded_trained_names
+        from lightning_fastft.hf.sharding.state import interleaved_names, is_sharded, unsharded_trained_names
         from lightning_fastft.hf.sharding.units import shard_model
 
         module = self.lightning_module
@@ -310,6 +310,12 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
                 self.sharding_mesh,
                 adapters=self.adapters,
                 owns_experts=self.expert_parallel > 1,
+            )
+        if self._tensor_parallel_size != 1 and (interleaved := interleaved_names(module)):
+            raise OptionError(
+                f"The tensor parallelism of {name} splits {list_names(interleaved)} in interleaved parts, which torch "
+                "cannot save and loads wrongly. Split experts with FastFTFSDPStrategy(expert_parallel=...) instead, or "
+                "leave these weights out of the plan."
             )
         whole = unsharded_trained_names(module)
         if whole:

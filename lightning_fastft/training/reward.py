@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -217,17 +216,17 @@ class RewardTuner(Tuner):
                 ``AutoModelForSequenceClassification.from_pretrained`` (``AutoModelForTokenClassification`` with
                 "stepwise"), adapters by PEFT on a base that was read so with ``num_labels=1``.
         """
-        kind, task_type = ("Token", "TOKEN_CLS") if self.loss == "stepwise" else ("Sequence", "SEQ_CLS")
-        folder = os.path.expanduser(folder)
         super().save_pretrained(folder)
-        if self._trainer is not None and not self.trainer.is_global_zero:
-            return
+
+    def _finish_files(self, part: Path) -> None:
+        """Add the head to adapters, and name the classifier of a whole model."""
+        kind, task_type = ("Token", "TOKEN_CLS") if self.loss == "stepwise" else ("Sequence", "SEQ_CLS")
         if hasattr(self.model, "peft_config"):
-            _add_head_to_adapters(Path(folder), self._find_head(self.model), task_type=task_type)
+            _add_head_to_adapters(part, self._find_head(self.model), task_type=task_type)
         else:
-            _rename_architecture(Path(folder), kind=kind)
+            _rename_architecture(part, kind=kind)
         if self.loss != "stepwise":
-            self._keep_last_token(Path(folder))
+            self._keep_last_token(part)
 
     def _keep_last_token(self, folder: Path) -> None:
         """Let a saved classifier, which reads the last token that is not padding, read the one that was trained; warn

@@ -232,6 +232,50 @@ def test_folder_takes_the_place_of_what_was_there(tmp_path, old):
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
 
 
+def test_file_takes_the_place_of_a_folder(tmp_path):
+    place = tmp_path / "a.ckpt"
+    make_folder(place, 1)
+    save_file(CONTENT, place)
+    assert_is_content(load_file(place))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    place.unlink()
+    place.mkdir()
+    save_file(CONTENT, place)
+    place.unlink()
+    place.mkdir()
+    (place / "letter.txt").write_text("dear")
+    with pytest.raises(CheckpointNotSavedError, match="not replaced"):
+        save_file(CONTENT, place)
+    assert (place / "letter.txt").exists()
+
+
+@pytest.mark.parametrize("old", ["file", "folder"])
+def test_a_kill_between_two_renames_loses_no_save(tmp_path, old, monkeypatch):
+    place, part = tmp_path / "a.ckpt", tmp_path / ".a.ckpt.0123abcd.part"
+    if old == "file":
+        save_file(CONTENT, place)
+    else:
+        make_folder(place, 1)
+    make_folder(part, 2)
+    rename = Path.rename
+
+    def end(self, target):
+        if self == part:
+            raise SystemExit
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", end)
+        with pytest.raises(SystemExit):
+            replace_folder(part, place)
+    sweep(tmp_path)
+    if old == "file":
+        assert_is_content(load_file(place))
+    else:
+        check_folder(place)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+
+
 def test_folder_of_somebody_else_is_not_replaced(tmp_path):
     place = tmp_path / "results"
     place.mkdir()

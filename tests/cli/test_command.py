@@ -383,6 +383,36 @@ def test_an_interrupt_before_the_training_leaves_no_traceback(monkeypatch, capsy
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_stopped_command_removes_its_unfinished_files(number, is_ignored, monkeypatch, capsys):
+    ended = []
+
+    def run(words):
+        assert signal.getsignal(number) is not signal.SIG_DFL
+        try:
+            signal.raise_signal(number)
+        finally:
+            ended.append(words)
+        return 0
+
+    before = signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    monkeypatch.setattr(command_module, "_import_command", lambda command: run)
+    try:
+        if is_ignored:
+            # As nohup does.
+            assert main(["export", "a", "b"]) == 0
+        else:
+            with pytest.raises(SystemExit) as stop:
+                main(["export", "a", "b"])
+            assert stop.value.code == 128 + number
+            assert number.name in capsys.readouterr().err
+            assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    assert ended == [["a", "b"]]
+
+
 def test_an_interrupt_that_lightning_answers_has_the_same_status(monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt

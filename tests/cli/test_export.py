@@ -389,6 +389,16 @@ def test_a_merge_that_loses_or_doubles_the_adapters_is_refused(merge, dtype, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_long_sums_of_a_wide_model_in_fp32_do_not_stop_a_merge(tmp_path):
+    sizes = {"hidden_size": 1024, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}
+    torch.manual_seed(1)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    model = small_adapted(targets=targets, sizes={**sizes, "num_key_value_heads": 4, "num_hidden_layers": 1})
+    # That of the model that is read back.
+    model.get_base_model().set_attn_implementation("sdpa")
+    assert export.export_merged(model, tmp_path / "out", tokenizer=None).merge_difference < 1e-5
+
+
 def test_biases_of_adapters_are_merged_only_into_biases(tmp_path):
     model = small_adapted(family="qwen2", lora_bias=True)
     with pytest.raises(UnsupportedModelError, match="lora_bias"):
@@ -538,3 +548,22 @@ def test_a_place_that_fills_up_meanwhile_is_left_alone(tmp_path, monkeypatch):
         export.export_adapters(model, tmp_path / "out", tokenizer=None)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model, out: export.export_adapters(model, out, tokenizer=None),
+        lambda model, out: export.export_merged(model, out, tokenizer=None),
+        export.save_adapters,
+    ],
+)
+def test_leftovers_of_a_killed_process_are_removed_by_the_next(write, tmp_path):
+    for name in ("out", "other"):
+        (tmp_path / f".{name}.0123abcd.part").mkdir()
+        (tmp_path / f".{name}.0123abcd.part" / "model.safetensors").write_bytes(b"half")
+    model = small_adapted()
+    # That of the model that is read back.
+    model.get_base_model().set_attn_implementation("sdpa")
+    write(model, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.0123abcd.part", "out"]

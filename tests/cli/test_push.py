@@ -1,6 +1,7 @@
 """fastft push: what is refused before and after the hub is asked, with a hub that answers from here."""
 
 import json
+import tempfile
 from unittest.mock import create_autospec
 
 import huggingface_hub
@@ -8,6 +9,8 @@ import pytest
 from huggingface_hub.hf_api import ModelInfo
 
 from lightning_fastft.cli import main
+from lightning_fastft.cli.trained import writing as cli_writing
+from lightning_fastft.hf.export import writing
 
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -139,9 +142,17 @@ def test_a_sharded_checkpoint_is_exported_first(tmp_path, answer):
     assert "is damaged" in text
 
 
-def test_nothing_is_uploaded_in_a_dry_run(adapters, hub, capsys):
-    assert main(["push", str(adapters), "me/mine", "--dry-run", "--yes"]) == 0
-    assert "Remove --dry-run to upload" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (["--dry-run", "--yes"], "Remove --dry-run"),
+        (["--dry-run"], "Give --yes in place of --dry-run"),
+        ([], "Add --yes"),
+    ],
+)
+def test_nothing_is_uploaded_in_a_dry_run(words, change, adapters, hub, capsys):
+    assert main(["push", str(adapters), "me/mine", *words]) == 0
+    assert f"{change} to upload" in capsys.readouterr().out
     assert hub.mock_calls == []
 
 
@@ -154,3 +165,18 @@ def test_a_damaged_configuration_is_named(command, content, adapters, answer):
     assert status == 1
     assert f"{ADAPTERS[0]} " in text
     assert "JSON" in text
+
+
+def test_a_full_temporary_folder_is_named_with_the_variable_that_moves_it(tmp_path, monkeypatch, answer):
+    def fill(request, folder, *, title):
+        with writing(folder):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli_writing, "write_trained", fill)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "last.ckpt").write_bytes(b"not read")
+    status, text = answer(["push", str(tmp_path / "last.ckpt"), "me/mine"])
+    assert status == 1
+    assert f"{tmp_path} has no space" in text
+    assert "TMPDIR" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]

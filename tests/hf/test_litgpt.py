@@ -1,13 +1,22 @@
 """LitGPT folders are refused by name and converted; a fake of LitGPT's converter writes the same file."""
 
+import resource
 import sys
 
+import huggingface_hub
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from lightning_fastft.cli.command import main
-from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, UnsafeCheckpointError
+from lightning_fastft.core.errors import (
+    CheckpointNotSavedError,
+    DataError,
+    MissingDependencyError,
+    OptionError,
+    UnsafeCheckpointError,
+)
 from lightning_fastft.hf.loading.litgpt import convert_litgpt
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.tiny_models import build_tiny
@@ -68,6 +77,27 @@ def test_weights_that_do_not_fit_the_configuration_leave_nothing(folder, tmp_pat
     torch.save(state, folder / "lit_model.pth")
     with pytest.raises(DataError, match=name.removeprefix("lit.")):
         convert_litgpt(folder, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"lit", "site"}
+
+
+@pytest.mark.usefixtures("has_litgpt")
+@pytest.mark.parametrize("has_space", [False, True])
+def test_a_full_disk_is_named_and_leaves_nothing(has_space, folder, tmp_path, monkeypatch):
+    """has_space: for the file of LitGPT's converter, and not for the new one."""
+
+    def fill(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if has_space:
+        monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", fill)
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(CheckpointNotSavedError, match=r"out was not written: .* enough space"):
+            convert_litgpt(folder, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert {path.name for path in tmp_path.iterdir()} == {"lit", "site"}
 
 

@@ -223,6 +223,15 @@ def test_weights_are_streamed_where_nothing_else_fits_or_where_it_makes_the_step
     assert all(plan.is_streamed for plan in plan_for(cost, 40 * GB, weights="stream").segments)
 
 
+def test_shorter_packs_are_no_advice_where_the_weights_alone_do_not_fit():
+    cost = qwen3_14b(weight_bytes=0)
+    with pytest.raises(OptionError, match=r"of it for weights, .* Use a larger VRAM budget\.") as caught:
+        plan_for(cost, cost.base_bytes - GB)
+    assert "max_tokens" not in str(caught.value)
+    with pytest.raises(OptionError, match=r"Use a smaller max_tokens, or a larger VRAM budget\.$"):
+        plan_for(cost, cost.base_bytes + 1)
+
+
 @pytest.mark.slow
 def test_what_cannot_fit_names_the_budget_the_least_peak_and_the_ways_out():
     cost = qwen3_14b()

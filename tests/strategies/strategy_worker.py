@@ -18,6 +18,8 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.data import DataLoader
 
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -556,6 +558,16 @@ class ShardsItself(Lazy):
         fully_shard(self.model, mesh=mesh)
 
 
+class Interleaved(ShardsItself):
+    """A fused projection as the tensor parallelism of transformers splits it: rows of both halves on each rank."""
+
+    def configure_model(self):
+        super().configure_model()
+        mesh = self.device_mesh["tensor_parallel"]
+        rows = DTensor.from_local(torch.zeros(2, 3), mesh, [_StridedShard(0, split_factor=2)])
+        self.register_parameter("gate_up", torch.nn.Parameter(rows))
+
+
 class Monitored(Lazy):
     """Logs a number of its rank at each step, which its learning rate follows."""
 
@@ -661,6 +673,9 @@ def refused(rank, folder):
         ),
         "tensor parallel foreign": lambda: fit(
             Lazy(), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder
+        ),
+        "interleaved": lambda: fit(
+            Interleaved(), strategy=FastFTFSDPStrategy(tensor_parallel_size=2), rank=rank, folder=folder
         ),
         "precision by name": lambda: fit(
             make_tuner("lora"), strategy="fastft_fsdp", rank=rank, folder=folder, precision="64-true"

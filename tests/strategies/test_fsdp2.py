@@ -11,10 +11,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.checkpoint import files
+from lightning_fastft.core.errors import CheckpointNotSavedError, OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from tests.checkpoint.test_files import make_folder
 from tests.strategies.strategy_worker import (
     ACCUMULATE,
     BOUND,
@@ -262,6 +264,7 @@ def test_validation_before_within_and_after_training_changes_nothing(two_ranks, 
         ("averaging", "EMAWeightAveraging"),
         ("tensor parallel FineTuner", "tensor_parallel_size=2"),
         ("tensor parallel foreign", "Lazy applies no tensor parallelism"),
+        ("interleaved", "splits gate_up in interleaved parts"),
         ("precision by name", "precision='64-true' is not supported by FastFTFSDPStrategy"),
         ("eager", "def configure_model"),
         ("outside", "fully_shard(self.extra"),
@@ -306,3 +309,23 @@ def test_sizes_given_are_kept_and_the_rest_is_data_parallel(data, tensor, expect
     strategy = FastFTFSDPStrategy(data_parallel_size=data, tensor_parallel_size=tensor)
     strategy._choose_sizes(8)
     assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == expected
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_folder_is_kept_until_the_file_that_replaces_it_is_written(is_full, tmp_path, monkeypatch):
+    """Lightning removes it first, on all ranks at once."""
+    make_folder(tmp_path / "a.ckpt", 1)
+    strategy = FastFTFSDPStrategy(save_distributed_checkpoint=False)
+
+    def fill(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if is_full:
+        monkeypatch.setattr(files, "write_archive", fill)
+        with pytest.raises(CheckpointNotSavedError, match="No space left"):
+            strategy.save_checkpoint({"step": 3}, tmp_path / "a.ckpt")
+        files.check_folder(tmp_path / "a.ckpt")
+    else:
+        strategy.save_checkpoint({"step": 3}, tmp_path / "a.ckpt")
+        assert files.load_file(tmp_path / "a.ckpt") == {"step": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lightning_fastft.checkpoint.atomic import part_beside
 from lightning_fastft.core.errors import FastFTError, UnsupportedModelError
 from lightning_fastft.core.extras import pip_line
 
@@ -36,7 +37,7 @@ def check_head(folder: Path) -> None:
 
 
 def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str) -> str:
-    """Write a GGUF file, where llama.cpp's script is found.
+    """Write a GGUF file, where llama.cpp's script is found; the file gets its name when it is complete.
 
     The script is searched on PATH, or in a clone of llama.cpp if one is given.
 
@@ -51,8 +52,13 @@ def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str)
     command = [*python, found or f"llama.cpp/{SCRIPT}", str(folder), "--outfile", str(file), "--outtype", type_name]
     if not found:
         return shlex.join(command)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
-    if done.returncode != 0 or not file.is_file():
+    with part_beside(file) as part:
+        command[command.index("--outfile") + 1] = str(part)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
+        is_written = done.returncode == 0 and part.is_file() and part.stat().st_size > 0
+        if is_written:
+            part.rename(file)
+    if not is_written:
         end = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
         advice = ""
         if "No module named" in end:

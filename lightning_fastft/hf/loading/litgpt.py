@@ -20,7 +20,7 @@ from lightning_fastft.core.errors import (
     UnsafeCheckpointError,
     list_names,
 )
-from lightning_fastft.hf.export import check_free, share_weights, writing
+from lightning_fastft.hf.export import check_free, disk_errors, share_weights, writing
 from lightning_fastft.hf.loading.source import ModelSource, auto_class, find_litgpt
 
 WEIGHTS, LORA_WEIGHTS = "lit_model.pth", "lit_model.pth.lora"
@@ -100,12 +100,13 @@ def _convert(folder: Path, part: Path) -> dict[str, torch.Tensor]:
 
     with part_beside(part / "litgpt", is_folder=True) as scratch:
         # The converter prints its arguments.
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), disk_errors():
             convert_lit_checkpoint(checkpoint_dir=folder, output_dir=scratch)
         state: dict[str, torch.Tensor] = torch.load(scratch / "model.pth", map_location="cpu", weights_only=True)
     # Copy each tensor, because safetensors refuses shared memory.
     state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-    save_torch_state_dict(state, str(part))
+    with disk_errors():
+        save_torch_state_dict(state, str(part))
     return state
 
 

@@ -28,6 +28,20 @@ def unsharded_trained_names(module: nn.Module) -> list[str]:
     ]
 
 
+def interleaved_names(module: nn.Module) -> list[str]:
+    """Return the parameters of which each tensor-parallel rank holds rows of several parts, as of a fused gate and up
+    projection that transformers' ``tp_plan`` splits.
+
+    torch (2.13) writes overlapping pieces of them, and loads each rank the wrong rows of a whole tensor.
+    """
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        # The last axis of the mesh is the tensor-parallel one. torch keeps the class to itself.
+        if isinstance(parameter, DTensor) and type(parameter.placements[-1]).__name__ == "_StridedShard"
+    ]
+
+
 def replicated_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters inside of sharded modules that are whole on every rank, each once."""
     found = {

@@ -83,13 +83,23 @@ def check_optional_path(name: str, path: str | None) -> str | None:
 
 
 def find_cache_dir() -> str:
-    """Return this package's folder in the user's cache folder."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Return this package's folder in the user's cache folder.
+
+    Raises:
+        OptionError: The user has no home folder, as in a container with a user id that it does not know.
+    """
+    try:
+        if sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        elif sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise OptionError(
+            "This user has no home folder, in which tokens would be cached. Set HOME, or give a folder with "
+            "--data.cache_dir FOLDER (fastft init: --cache-dir FOLDER)."
+        ) from error
     return str(base / "lightning_fastft")
 
 

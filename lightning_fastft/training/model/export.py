@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,12 @@ def save_model(
     has_adapters: bool,
     compute_dtype: torch.dtype,
     initial: Initial | None,
+    finish: Callable[[Path], None],
 ) -> None:
     """Write adapters or a whole model, the tokenizer and the processor of images.
 
-    Sharded weights are gathered, so every rank makes this call.
+    Sharded weights are gathered, so every rank makes this call. ``finish`` is called with the new files in a temporary
+    folder, before they replace earlier ones.
 
     Raises:
         OptionError: The folder holds a whole model and adapters are saved, or the reverse; nothing is written.
@@ -60,21 +63,26 @@ def save_model(
     if not is_writer:
         return
     _refuse_other_kind(Path(folder), is_adapters=has_peft)
+
+    def complete(part: Path) -> None:
+        generation = None if answer_end is None else add_stop(model.generation_config, answer_end)
+        write_companions(part, tokenizer=tokenizer, images=images, generation=generation)
+        finish(part)
+
     if has_peft:
-        save_adapters(model, Path(folder), state_dict=state, initial=initial)
+        save_adapters(model, Path(folder), state_dict=state, initial=initial, finish=complete)
     else:
         with replacing(Path(folder)) as part, disk_errors():
             model.save_pretrained(str(part), **({} if state is None else {"state_dict": state}))
             if state is not None:
                 _name_dtype(part / "config.json", compute_dtype)
             share_weights(part)
+            complete(part)
             names = {path.name for path in part.iterdir()}
         for path in Path(folder).glob("model*.safetensors*"):
             # Shards of an earlier save, or the one file that readers prefer to shards.
             if path.name not in names:
                 path.unlink()
-    generation = None if answer_end is None else add_stop(model.generation_config, answer_end)
-    write_companions(Path(folder), tokenizer=tokenizer, images=images, generation=generation)
 
 
 def _refuse_other_kind(folder: Path, *, is_adapters: bool) -> None:

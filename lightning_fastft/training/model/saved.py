@@ -175,7 +175,11 @@ class SavedCausalLM(TextCausalLM):
             has_adapters=self.has_adapters,
             compute_dtype=self._compute_dtype,
             initial=self._initial,
+            finish=self._finish_files,
         )
+
+    def _finish_files(self, part: Path) -> None:
+        """Complete the files of a save before they replace earlier ones; called by the rank that writes."""
 
     @property
     def initial_adapters(self) -> Initial | None:

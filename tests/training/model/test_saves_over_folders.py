@@ -1,5 +1,7 @@
 """Files of a trained model that are written to a folder with earlier files."""
 
+import os
+
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -7,7 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_fastft.core.errors import CheckpointNotSavedError, OptionError
-from tests.support.fine_tuners import tuner
+from lightning_fastft.hf import companions, export
+from lightning_fastft.training import reward
+from tests.support.fine_tuners import CONFIG, LORA, tuner
 
 
 def built(kind, *, shift=0.0):
@@ -83,3 +87,56 @@ def test_a_save_of_all_weights_that_fails_leaves_the_earlier_one(tmp_path, monke
         built("full", shift=1.0).save_pretrained(str(tmp_path / "out"))
     assert contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_save_that_ends_before_its_last_file_changes_nothing(tmp_path, kind, monkeypatch):
+    """The tokenizer is the last one."""
+    made = built(kind)
+    made.save_pretrained(str(tmp_path / "out"))
+    before = contents(tmp_path / "out")
+
+    def fill(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(companions, "write_companions", fill)
+    with pytest.raises(CheckpointNotSavedError, match="No space left"):
+        built(kind, shift=1.0).save_pretrained(str(tmp_path / "out"))
+    assert contents(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_reward_model_is_never_saved_without_its_head(tmp_path, monkeypatch):
+    """PEFT would read the adapters with a new head."""
+    made = reward.RewardTuner(CONFIG, init="random", dtype="float32", lora=LORA)
+    made.configure_model()
+
+    def fill(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(reward, "_add_head_to_adapters", fill)
+    with pytest.raises(CheckpointNotSavedError, match="No space left"):
+        made.save_pretrained(str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
+    """Otherwise a power failure leaves empty files, and the old ones are gone."""
+    synced = set()
+    fsync, replace = os.fsync, os.replace
+
+    def note(handle):
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def check(file, target):
+        assert os.stat(file).st_ino in synced
+        replace(file, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", check)
+    built("lora").save_pretrained(str(tmp_path / "out"))
+    with export.writing(tmp_path / "new") as part:
+        (part / "a").write_text("a")
+        number = (part / "a").stat().st_ino
+    assert number in synced
