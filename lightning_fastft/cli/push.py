@@ -53,8 +53,8 @@ def run_push(words: Sequence[str]) -> int:
             if not isinstance(error.__cause__, OSError):
                 raise
             raise CheckpointNotSavedError(
-                f"The model is exported to a temporary folder first, and {Path(place).parent} has no space for it "
-                f"({error.__cause__}). Set TMPDIR to a folder of a larger disk."
+                f"The model is exported to a temporary folder first, which failed in {Path(place).parent}: "
+                f"{error.__cause__}. If the disk is full, set TMPDIR to a folder of a larger one."
             ) from error
         return _push(folder, (folder / CARD).read_text(encoding="utf-8"), args=args)
 

@@ -177,6 +177,6 @@ def test_a_full_temporary_folder_is_named_with_the_variable_that_moves_it(tmp_pa
     (tmp_path / "last.ckpt").write_bytes(b"not read")
     status, text = answer(["push", str(tmp_path / "last.ckpt"), "me/mine"])
     assert status == 1
-    assert f"{tmp_path} has no space" in text
+    assert f"failed in {tmp_path}: [Errno 28] No space left" in text
     assert "TMPDIR" in text
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
