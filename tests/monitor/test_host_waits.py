@@ -207,6 +207,13 @@ def test_prints_a_table_once(tmp_path, on_wait, caplog):
     assert detector.status().reason == "2 a step, 2 places, over 2 watched steps"
 
 
+def test_status_counts_one_place_and_one_step_in_the_singular(tmp_path):
+    detector = HostWaitDetector(steps=[1])
+    assert detector.status().reason == "step 1 is still to come"
+    fit(tmp_path, Linear(["item"]), detector)
+    assert detector.status().reason == "1 a step, 1 place, over 1 watched step"
+
+
 def test_raise_ends_the_run_in_the_call_that_waits_and_puts_everything_back(tmp_path):
     module, detector = Linear(["item"]), HostWaitDetector(steps=[1], on_wait="raise")
     with pytest.raises(HostWaitError, match=rf"test_host_waits.py:{line_of('item')} in wait_once: x.sum") as caught:

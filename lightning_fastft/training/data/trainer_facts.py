@@ -14,7 +14,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
+from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import ContextError, OptionError
+from lightning_fastft.packing.reading.sources import REJECTED
+from lightning_fastft.packing.rows.rejects import is_rejects
 
 
 class LoopFacts(NamedTuple):
@@ -150,6 +153,20 @@ def find_run_folder(trainer: Trainer) -> Path:
     logger = next(iter(trainer.loggers), None)
     folder = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else getattr(logger, "save_dir", None)
     return Path(folder or trainer.default_root_dir)
+
+
+def find_rejected_file(trainer: Trainer | None, *, path: str | None, split: str, rank: int) -> Path | None:
+    """Return the file of a split's rejected rows on one rank: at a path, else in the run's folder; None without both.
+
+    Raises:
+        OptionError: The file holds anything but rejected rows.
+    """
+    if path is None and trainer is None:
+        return None
+    file = find_run_folder(trainer) / REJECTED if path is None else Path(path).expanduser()
+    file = file if split == "train" else file.with_stem(f"{file.stem}_{split}")
+    file = file.with_stem(f"{file.stem}_rank{rank}") if rank else file
+    return check_replaceable("The file of rejected rows (rejected_path)", file, is_ours=is_rejects)
 
 
 def check_accumulation(trainer: Trainer, *, planned: int) -> None:
