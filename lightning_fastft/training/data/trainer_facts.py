@@ -161,9 +161,12 @@ def find_rejected_file(trainer: Trainer | None, *, path: str | None, split: str,
     Raises:
         OptionError: The file holds anything but rejected rows.
     """
-    if path is None and trainer is None:
+    if path is not None:
+        file = Path(path).expanduser()
+    elif trainer is not None:
+        file = find_run_folder(trainer) / REJECTED
+    else:
         return None
-    file = find_run_folder(trainer) / REJECTED if path is None else Path(path).expanduser()
     file = file if split == "train" else file.with_stem(f"{file.stem}_{split}")
     file = file.with_stem(f"{file.stem}_rank{rank}") if rank else file
     return check_replaceable("The file of rejected rows (rejected_path)", file, is_ours=is_rejects)
