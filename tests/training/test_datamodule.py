@@ -523,6 +523,7 @@ class TestEvaluation:
             warnings.simplefilter("always")
             make_trainer(tmp_path, max_steps=2).fit(Untested(), data)
         found = [str(entry.message) for entry in caught if "validation_step" in str(entry.message)]
+        assert (data.val_dataloader() == []) == (not options)
         assert [text[:32] for text in found] == ["You passed in a `val_dataloader`"] * len(options)
 
     def test_log_names_the_split_that_is_read(self, tmp_path, caplog):

@@ -299,13 +299,13 @@ class SplitDataModule(RecordedDataModule):
         """Return the method that gives a loader of this rank's packs, shuffled alike for all seeds, or one for each
         name; [] without data.
 
-        Lightning warns of a val_dataloader that a module without validation_step does not use, so that a DataModule
-        without validation data then has the method of its base class.
+        Lightning warns of a val_dataloader that no validation_step reads. Without data it is marked as not overridden.
         """
         has_data = self.val_share or self._sources["val"] is not None
-        if has_data or self._module is None or is_overridden("validation_step", self._module):
-            return lambda: self._evaluation_loader("val")
-        return super().val_dataloader
+        load = functools.partial(self._evaluation_loader, "val")
+        if not has_data and self.trainer is not None and not is_overridden("validation_step", self._module):
+            functools.update_wrapper(load, super().val_dataloader)
+        return load
 
     def test_dataloader(self) -> Loaders:
         """Return the test packs of this rank, in the form of val_dataloader."""
