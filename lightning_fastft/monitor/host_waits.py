@@ -85,11 +85,11 @@ class HostWaitDetector(GivenOnce, Callback):
         if not self.num_watched:
             listed = ", ".join(map(str, self.steps))
             reason = f"step {listed} is still to come" if len(self.steps) == 1 else f"steps {listed} are still to come"
-            return Status("host waits", "inactive", reason)
+            return Status("host syncs", "inactive", reason)
         found = sum(self.waits.values())
         places, steps = count(len(self.waits), "place"), count(self.num_watched, "watched step")
         reason = f"{found / self.num_watched:g} a step, {places}, over {steps}"
-        return Status("host waits", "active", reason, "see the table of waits" if found else "")
+        return Status("host syncs", "active", reason, "see the table of host syncs" if found else "")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the counters and create the recorder."""
@@ -169,11 +169,11 @@ def render_waits(waits: Mapping[HostWait, int], *, num_steps: int) -> str:
 
     Example:
         >>> render_waits({}, num_steps=2)
-        'Host waits: none in 2 watched steps.'
+        'Host syncs: none in 2 watched steps.'
     """
     if not waits:
-        return f"Host waits: none in {count(num_steps, 'watched step')}."
-    lines = [f"Host waits: {sum(waits.values()) / num_steps:g} a step, over {count(num_steps, 'watched step')}."]
+        return f"Host syncs: none in {count(num_steps, 'watched step')}."
+    lines = [f"Host syncs: {sum(waits.values()) / num_steps:g} a step, over {count(num_steps, 'watched step')}."]
     for wait, num_found in order_waits(waits.items()):
         lines.append(f"{num_found / num_steps:>6g} a step  {wait.place} in {wait.place.function}: {wait.place.text}")
         lines.append(
@@ -186,5 +186,5 @@ def render_waits(waits: Mapping[HostWait, int], *, num_steps: int) -> str:
 def _refuse(wait: HostWait) -> None:
     raise HostWaitError(
         f"The host waits for the device in {wait.place} in {wait.place.function}: {wait.place.text} ({wait.call}). "
-        f"Fix: {wait.remedy}. To list all host waits instead, use HostWaitDetector(on_wait='report')."
+        f"Fix: {wait.remedy}. To list all host syncs instead, use HostWaitDetector(on_wait='report')."
     )

@@ -122,7 +122,7 @@ def test_step_without_a_wait_has_none(tmp_path):
     # a GPU.
     fit(tmp_path, Linear(), detector, gradient_clip_val=1.0)
     assert (dict(detector.waits), detector.num_watched) == ({}, 2)
-    assert render_waits(detector.waits, num_steps=2) == "Host waits: none in 2 watched steps."
+    assert render_waits(detector.waits, num_steps=2) == "Host syncs: none in 2 watched steps."
 
 
 def test_wait_in_the_backward_is_named(tmp_path):
@@ -200,8 +200,8 @@ def test_prints_a_table_once(tmp_path, on_wait, caplog):
         if on_wait == "warn"
         else [record.getMessage() for record in caplog.records]
     )
-    (text,) = [text for text in shown if "Host waits:" in text]
-    assert text.startswith("Host waits: 2 a step, over 2 watched steps.")
+    (text,) = [text for text in shown if "Host syncs:" in text]
+    assert text.startswith("Host syncs: 2 a step, over 2 watched steps.")
     assert f"{__file__}:{line_of('mask')} in wait_once: x[mask]  # mask" in text
     assert text.count("->") == 2
     assert detector.status().reason == "2 a step, 2 places, over 2 watched steps"
