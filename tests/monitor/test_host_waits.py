@@ -3,6 +3,7 @@ watched steps.
 """
 
 import inspect
+import re
 import warnings
 
 import lightning.pytorch as pl
@@ -11,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_fastft import HostWaitDetector
+from lightning_fastft.hf.dtypes import check_precision
 from lightning_fastft.monitor.host_waits import HostWaitError, render_waits
 from lightning_fastft.monitor.report.sync_calls import judge_copy
-from lightning_fastft.monitor.report.waits import WaitRecorder, is_library
+from lightning_fastft.monitor.report.waits import KNOWN, WaitRecorder, is_library
 from tests.support.training_parts import quiet_trainer
 
 READS = (
@@ -205,6 +207,14 @@ def test_prints_a_table_once(tmp_path, on_wait, caplog):
     assert f"{__file__}:{line_of('mask')} in wait_once: x[mask]  # mask" in text
     assert text.count("->") == 2
     assert detector.status().reason == "2 a step, 2 places, over 2 watched steps"
+
+
+def test_a_fine_tuner_takes_the_remedy_for_the_gradient_scaler():
+    remedies = {remedy for _, remedy in KNOWN if "scaler" in remedy}
+    assert remedies
+    for remedy in remedies:
+        precision = re.search("precision='([^']+)'", remedy)[1]
+        check_precision(precision, dtype="bfloat16", adapter_dtype=torch.float32, has_adapters=True, is_fit=True)
 
 
 def test_status_counts_one_place_and_one_step_in_the_singular(tmp_path):
