@@ -526,6 +526,16 @@ class TestEvaluation:
         assert (data.val_dataloader() == []) == (not options)
         assert [text[:32] for text in found] == ["You passed in a `val_dataloader`"] * len(options)
 
+    @pytest.mark.parametrize(("stage", "option"), [("validate", "val_paths or val_share"), ("test", "test_paths")])
+    def test_trainer_refuses_to_evaluate_without_data(self, tmp_path, stage, option):
+        class Tested(TinyModel):
+            test_step = TinyModel.validation_step
+
+        trainer, data = make_trainer(tmp_path), make_data()
+        with pytest.raises(OptionError, match=f"no data to evaluate: give {option}"):
+            getattr(trainer, stage)(Tested(), data)
+        assert data.val_dataloader() == data.test_dataloader() == []
+
     def test_log_names_the_split_that_is_read(self, tmp_path, caplog):
         with caplog.at_level(logging.INFO, logger="lightning_fastft.phases"):
             make_trainer(tmp_path, max_steps=1).fit(TinyModel(), make_data(val_paths=make_rows(9, seed=4)))

@@ -57,6 +57,7 @@ from lightning_fastft.training.data.trainer_facts import (
     find_context_size,
     find_ranks,
     find_rejected_file,
+    load_nothing,
     uses_cuda,
 )
 
@@ -296,8 +297,7 @@ class SplitDataModule(RecordedDataModule):
 
     @property
     def val_dataloader(self) -> Callable[[], Loaders]:  # type: ignore[override]
-        """Return the method that gives a loader of this rank's packs, shuffled alike for all seeds, or one for each
-        name; [] without data.
+        """Return the method that loads this rank's packs, shuffled alike for all seeds (one loader a name); or [].
 
         Lightning warns of a val_dataloader that no validation_step reads. Without data it is marked as not overridden.
         """
@@ -326,7 +326,7 @@ class SplitDataModule(RecordedDataModule):
 
     def _evaluation_loader(self, split: str) -> Loaders:
         if split not in self._subsets:
-            return []
+            return load_nothing(self.trainer, split=split)
         if named := self.named_sets(split):
             return {name: self._load(split, subset, packs) for name, (subset, packs) in named.items()}
         return self._load(split, self._subsets[split], self._packs[split])
