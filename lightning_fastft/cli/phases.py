@@ -38,15 +38,13 @@ class _Phases(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not _is_first_rank():
             return
-        stream, name, seconds = sys.stderr, record.getMessage(), getattr(record, "seconds", None)
-        line = f"{name}\n" if seconds is None else f"{name}: {seconds:.1f} s\n"
-        if seconds is not None and seconds < SHORTEST_SECONDS:
-            line = ""
+        stream, text, seconds = sys.stderr, record.getMessage(), getattr(record, "seconds", None)
+        line = "" if seconds is not None and seconds < SHORTEST_SECONDS else f"{text}\n"
         if not stream.isatty():
             stream.write("" if getattr(record, "is_begin", False) else line)
         elif getattr(record, "is_begin", False):
             # The next output writes over it.
-            stream.write(f"{_ERASE_LINE}{name} ...\r")
+            stream.write(f"{_ERASE_LINE}{text}\r")
         else:
             stream.write(_ERASE_LINE + line)
         stream.flush()

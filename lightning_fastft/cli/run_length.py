@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 FEWEST_STEPS = 10
 
 
-# Without data Lightning evaluates nothing, silently. The loader of a command, and the options that give it data.
-_NEEDED = {
-    TrainerFn.VALIDATING: ("val_dataloader", "--data.val_paths FILE or --data.val_share 0.05"),
-    TrainerFn.TESTING: ("test_dataloader", "--data.test_paths FILE"),
-}
+# The loader of a command, which refuses to evaluate without data.
+_NEEDED = {TrainerFn.VALIDATING: "val_dataloader", TrainerFn.TESTING: "test_dataloader"}
 
 
 def check_has_end(options: Mapping[str, Any]) -> None:
@@ -78,9 +75,7 @@ class RunLength(Callback):
         self._has_trained = False
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, PackedDataModule) and trainer.state.fn in _NEEDED:
-            load, option = _NEEDED[trainer.state.fn]
-            if getattr(data, load)() == []:
-                raise OptionError(f"There is no data to evaluate: give {option}.")
+            getattr(data, _NEEDED[trainer.state.fn])()
         if stage != "fit" or not isinstance(data, PackedDataModule):
             return
         if data.is_streamed:

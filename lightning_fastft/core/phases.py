@@ -1,4 +1,4 @@
-"""Log what a run is doing before its steps, and the seconds that it took.
+"""Log what a run is doing before its steps: ``NAME ...`` when a phase begins, ``NAME: 1.2 s`` when it ends.
 
 Nothing is shown unless a handler listens: the command line's ``cli/phases.py``, or your own on this logger.
 """
@@ -30,10 +30,10 @@ def phase(name: str) -> Iterator[None]:
 
 def begin_phase(name: str) -> float:
     """Log that a phase begins; return the time of ``time.perf_counter``."""
-    LOGGER.info(name, extra={"is_begin": True})
+    LOGGER.info("%s ...", name, extra={"is_begin": True})
     return time.perf_counter()
 
 
 def log_phase(name: str, seconds: float) -> None:
     """Log the seconds of a phase that has ended."""
-    LOGGER.info(name, extra={"seconds": seconds})
+    LOGGER.info("%s: %.1f s", name, seconds, extra={"seconds": seconds})

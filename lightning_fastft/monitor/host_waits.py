@@ -15,6 +15,7 @@ from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.report.waits import HOST_READERS, HostWait, WaitRecorder, order_waits
 from lightning_fastft.strategies.patching import patcher_of
+from lightning_fastft.training.data.describe import count
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -53,7 +54,7 @@ class HostWaitDetector(GivenOnce, Callback):
 
     Example:
         >>> HostWaitDetector(steps=[2], on_wait="raise").status().reason
-        'steps 2 are still to come'
+        'step 2 is still to come'
     """
 
     def __init__(
@@ -82,10 +83,13 @@ class HostWaitDetector(GivenOnce, Callback):
     def status(self) -> Status:
         """Return the number of host syncs found so far."""
         if not self.num_watched:
-            return Status("host waits", "inactive", f"steps {', '.join(map(str, self.steps))} are still to come")
+            listed = ", ".join(map(str, self.steps))
+            reason = f"step {listed} is still to come" if len(self.steps) == 1 else f"steps {listed} are still to come"
+            return Status("host syncs", "inactive", reason)
         found = sum(self.waits.values())
-        reason = f"{found / self.num_watched:g} a step, {len(self.waits)} places, over {self.num_watched} watched steps"
-        return Status("host waits", "active", reason, "see the table of waits" if found else "")
+        places, steps = count(len(self.waits), "place"), count(self.num_watched, "watched step")
+        reason = f"{found / self.num_watched:g} a step, {places}, over {steps}"
+        return Status("host syncs", "active", reason, "see the table of host syncs" if found else "")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the counters and create the recorder."""
@@ -165,13 +169,13 @@ def render_waits(waits: Mapping[HostWait, int], *, num_steps: int) -> str:
 
     Example:
         >>> render_waits({}, num_steps=2)
-        'Host waits: none in 2 watched steps.'
+        'Host syncs: none in 2 watched steps.'
     """
     if not waits:
-        return f"Host waits: none in {num_steps} watched steps."
-    lines = [f"Host waits: {sum(waits.values()) / num_steps:g} a step, over {num_steps} watched steps."]
-    for wait, count in order_waits(waits.items()):
-        lines.append(f"{count / num_steps:>6g} a step  {wait.place} in {wait.place.function}: {wait.place.text}")
+        return f"Host syncs: none in {count(num_steps, 'watched step')}."
+    lines = [f"Host syncs: {sum(waits.values()) / num_steps:g} a step, over {count(num_steps, 'watched step')}."]
+    for wait, num_found in order_waits(waits.items()):
+        lines.append(f"{num_found / num_steps:>6g} a step  {wait.place} in {wait.place.function}: {wait.place.text}")
         lines.append(
             f"{'':>14} {wait.call}" + (f", called in {wait.library} in {wait.library.function}" if wait.library else "")
         )
@@ -182,5 +186,5 @@ def render_waits(waits: Mapping[HostWait, int], *, num_steps: int) -> str:
 def _refuse(wait: HostWait) -> None:
     raise HostWaitError(
         f"The host waits for the device in {wait.place} in {wait.place.function}: {wait.place.text} ({wait.call}). "
-        f"Fix: {wait.remedy}. To list all host waits instead, use HostWaitDetector(on_wait='report')."
+        f"Fix: {wait.remedy}. To list all host syncs instead, use HostWaitDetector(on_wait='report')."
     )

@@ -42,15 +42,18 @@ class TokenThroughput(GivenOnce, Callback):
     FLOPs per second / the device's dense bf16 peak; without recomputation, the head only on labelled tokens) and
     peak_memory_gib. Time is measured by CUDA events that are read after they have passed, or by the host's clock on a
     CPU. Validation, the time between epochs and the first step after each are excluded: an interval ends there with the
-    steps that it has. In batches that are not packed, every element of
-    ``input_ids`` counts as a labelled token. ``latest`` holds the values of the last interval.
+    steps that it has. In batches that are not packed, every element of ``input_ids`` counts as a labelled token.
+    ``latest`` holds the values of the last interval.
 
     Args:
         log_every_n_steps: Most optimizer steps per interval, at least 1.
         peak_flops: Peak dense FLOPs per second of the device; None looks the device up in a table.
 
+    Raises:
+        OptionError: A value is not allowed.
+
     Cost:
-        Two events per interval; no host sync.
+        Two events per interval; no host sync until the end of training.
 
     Example:
         >>> TokenThroughput(log_every_n_steps=50).latest

@@ -85,6 +85,9 @@ class FastFTDDPStrategy(ContextParallelMixin, DDPStrategy):
             views of the buckets, without a second copy. (There is a second copy while a window accumulates, and if
             layers run from CUDA graphs.)
 
+    Raises:
+        OptionError: context_parallel does not divide the number of devices, or does not fit the model or attention.
+
     Example:
         >>> FastFTDDPStrategy(find_unused_parameters=True).statuses()
         []

@@ -64,6 +64,10 @@ class PolicyTuner(ReferenceTuner):
     Raises:
         OptionError: A value is not allowed, or two options do not fit.
 
+    Source:
+        GRPO arXiv 2402.03300; DAPO arXiv 2503.14476; GSPO arXiv 2507.18071; Dr. GRPO arXiv 2503.20783; RLOO arXiv
+        2402.14740.
+
     Example:
         >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
         >>> PolicyTuner(config, init="random", lora={"r": 4}, loss="dapo", clip_high=0.28).data_needs.loss_unit

@@ -57,6 +57,10 @@ class RewardTuner(Tuner):
         OptionError: A value is not allowed, or two options do not fit.
         UnsupportedModelError: The model is a classifier, which has a head already.
 
+    Source:
+        Pairs: Bradley and Terry (1952), with the margin of Llama 2, arXiv 2307.09288; center_weight: arXiv 2312.09244;
+        process rewards: arXiv 2305.20050.
+
     Example:
         >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
         >>> sorted(RewardTuner(config, init="random", lora={"r": 4}).data_needs.formats)

@@ -73,7 +73,7 @@ class Tuner(EvaluatedCausalLM):
             projections of attention and of recurrent mixers and dense and shared feed-forward layers are adapted, in
             every family; routers never, routed experts only by ``target_parameters``. None trains every parameter.
         init: "pretrained" reads the weights, "random" initialises them from the configuration.
-        dtype: "bfloat16", "float16", "float32", or "auto": bf16 where the device computes in it, else fp32.
+        dtype: "bfloat16", "float16", "float32", or "auto": bf16 if the device computes in it, else fp32.
         adapter_dtype: "float32" or "bfloat16".
         master_dtype: Dtype in which full fine-tuning holds its weights and AdamW's moments. "auto": fp32 where the
             model is sharded (16 bytes per weight over all devices, fp32 masters of bf16 arithmetic), dtype elsewhere.
@@ -82,9 +82,9 @@ class Tuner(EvaluatedCausalLM):
             digit of a weight are lost.
         optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the
             adapters' compute copies in one pass, if every trained parameter is held in fp32 and there is no loss
-            scaler; else torch.optim.AdamW, fused where it can be.
-        learning_rate: Peak learning rate, at least 0; None for the optimizer's own, and 2e-4 where optimizer is None.
-        weight_decay: Decay of matrices, none on vectors, norms and biases; None for the optimizer's own, and 0 where
+            scaler; else torch.optim.AdamW, fused if possible.
+        learning_rate: Peak learning rate, at least 0; None for the optimizer's own, or 2e-4 if optimizer is None.
+        weight_decay: Decay of matrices, none on vectors, norms and biases; None for the optimizer's own, or 0 if
             optimizer is None.
         loraplus_lr_ratio: LoRA+: learning rate of B of each adapter (and of trained vectors) over learning_rate, at
             least 1; None for one rate. The name is PEFT's.
@@ -168,7 +168,7 @@ class Tuner(EvaluatedCausalLM):
         return to_logged({**super().hparams_initial, **self._restored})
 
     def configure_model(self) -> None:
-        """Build the model once; the end of the run releases what its optimizers hold beside their state."""
+        """Build the model once; the end of the run releases what its optimizers hold in addition to their state."""
         self._find_patcher().add_undo(self._release_optimizers)
         super().configure_model()
 

@@ -60,6 +60,12 @@ def test_nothing_is_shown_outside_of_a_command(monkeypatch, capsys):
     assert LOGGER.level == logging.NOTSET
 
 
+def test_handler_of_the_user_tells_the_begin_of_a_phase_from_its_end(caplog):
+    with caplog.at_level(logging.INFO, logger=LOGGER.name), phase("planning"):
+        pass
+    assert caplog.messages == ["planning ...", "planning: 0.0 s"]
+
+
 class Cores:
     def count(self):
         return 1

@@ -3,6 +3,7 @@ watched steps.
 """
 
 import inspect
+import re
 import warnings
 
 import lightning.pytorch as pl
@@ -11,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_fastft import HostWaitDetector
+from lightning_fastft.hf.dtypes import check_precision
 from lightning_fastft.monitor.host_waits import HostWaitError, render_waits
 from lightning_fastft.monitor.report.sync_calls import judge_copy
-from lightning_fastft.monitor.report.waits import WaitRecorder, is_library
+from lightning_fastft.monitor.report.waits import KNOWN, WaitRecorder, is_library
 from tests.support.training_parts import quiet_trainer
 
 READS = (
@@ -122,7 +124,7 @@ def test_step_without_a_wait_has_none(tmp_path):
     # a GPU.
     fit(tmp_path, Linear(), detector, gradient_clip_val=1.0)
     assert (dict(detector.waits), detector.num_watched) == ({}, 2)
-    assert render_waits(detector.waits, num_steps=2) == "Host waits: none in 2 watched steps."
+    assert render_waits(detector.waits, num_steps=2) == "Host syncs: none in 2 watched steps."
 
 
 def test_wait_in_the_backward_is_named(tmp_path):
@@ -200,11 +202,26 @@ def test_prints_a_table_once(tmp_path, on_wait, caplog):
         if on_wait == "warn"
         else [record.getMessage() for record in caplog.records]
     )
-    (text,) = [text for text in shown if "Host waits:" in text]
-    assert text.startswith("Host waits: 2 a step, over 2 watched steps.")
+    (text,) = [text for text in shown if "Host syncs:" in text]
+    assert text.startswith("Host syncs: 2 a step, over 2 watched steps.")
     assert f"{__file__}:{line_of('mask')} in wait_once: x[mask]  # mask" in text
     assert text.count("->") == 2
     assert detector.status().reason == "2 a step, 2 places, over 2 watched steps"
+
+
+def test_a_fine_tuner_takes_the_remedy_for_the_gradient_scaler():
+    remedies = {remedy for _, remedy in KNOWN if "scaler" in remedy}
+    assert remedies
+    for remedy in remedies:
+        precision = re.search("precision='([^']+)'", remedy)[1]
+        check_precision(precision, dtype="bfloat16", adapter_dtype=torch.float32, has_adapters=True, is_fit=True)
+
+
+def test_status_counts_one_place_and_one_step_in_the_singular(tmp_path):
+    detector = HostWaitDetector(steps=[1])
+    assert detector.status().reason == "step 1 is still to come"
+    fit(tmp_path, Linear(["item"]), detector)
+    assert detector.status().reason == "1 a step, 1 place, over 1 watched step"
 
 
 def test_raise_ends_the_run_in_the_call_that_waits_and_puts_everything_back(tmp_path):

@@ -3,6 +3,7 @@ import logging
 import os
 import re
 import shutil
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -511,6 +512,35 @@ class TestEvaluation:
             assert 14 < np.concatenate(seen[-1][: len(seen[-1]) // 5]).mean() < 20
             assert sum(map(len, seen[-1])) == 400
         assert all(map(np.array_equal, seen[0], seen[1]))
+
+    @pytest.mark.parametrize("options", [{}, {"val_share": 0.2}])
+    def test_module_without_validation_step_is_warned_of_validation_data_only(self, tmp_path, options):
+        class Untested(TinyModel):
+            validation_step = LightningModule.validation_step
+
+        data = make_data(**options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(tmp_path, max_steps=2).fit(Untested(), data)
+        found = [str(entry.message) for entry in caught if "validation_step" in str(entry.message)]
+        assert (data.val_dataloader() == []) == (not options)
+        assert [text[:32] for text in found] == ["You passed in a `val_dataloader`"] * len(options)
+
+    @pytest.mark.parametrize(("stage", "option"), [("validate", "val_paths or val_share"), ("test", "test_paths")])
+    def test_trainer_refuses_to_evaluate_without_data(self, tmp_path, stage, option):
+        class Tested(TinyModel):
+            test_step = TinyModel.validation_step
+
+        trainer, data = make_trainer(tmp_path), make_data()
+        with pytest.raises(OptionError, match=f"no data to evaluate: give {option}"):
+            getattr(trainer, stage)(Tested(), data)
+        assert data.val_dataloader() == data.test_dataloader() == []
+
+    def test_log_names_the_split_that_is_read(self, tmp_path, caplog):
+        with caplog.at_level(logging.INFO, logger="lightning_fastft.phases"):
+            make_trainer(tmp_path, max_steps=1).fit(TinyModel(), make_data(val_paths=make_rows(9, seed=4)))
+        begun = [text for text in caplog.messages if text.endswith(" ...")]
+        assert begun == ["reading train data ...", "reading val data ...", "planning packs ..."]
 
     def test_trainer_validates_and_tests(self, tmp_path):
         class Tested(TinyModel):

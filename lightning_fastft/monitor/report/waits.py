@@ -55,21 +55,20 @@ _ROOTS = tuple(
     os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent))
 )
 
+_SCALER = (
+    "the gradient scaler asks whether gradients are finite: train in bf16 (FineTuner: precision='32-true' and "
+    "dtype='bfloat16'; other modules: precision='bf16-mixed')"
+)
+
 # (part of a path on the stack, fix): syncs whose cause the path says better than the operation.
-_KNOWN = (
+KNOWN = (
     (
         _CONNECTOR,
         "Lightning reads values logged with prog_bar=True, and those of a logging step, from the device: log without "
         "prog_bar, less often",
     ),
-    (
-        "amp/grad_scaler.py",
-        "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')",
-    ),
-    (
-        "plugins/precision/amp.py",
-        "the gradient scaler asks whether gradients are finite: train in bf16 (precision='bf16-mixed' or 'bf16-true')",
-    ),
+    ("amp/grad_scaler.py", _SCALER),
+    ("plugins/precision/amp.py", _SCALER),
 )
 
 
@@ -191,7 +190,7 @@ class WaitRecorder:
         frames = _frames()
         if self.device.type != "cuda" and frames and _reads_host(frames, host_only=self.host_only):
             return
-        known = next((text for part, text in _KNOWN for frame in frames if part in frame.f_code.co_filename), "")
+        known = next((text for part, text in KNOWN for frame in frames if part in frame.f_code.co_filename), "")
         of_user = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), None)
         # Values of self.log are read later, when no line of the user is on the stack; their names say which they are.
         logging = next((frame for frame in frames if _is_logging(frame)), None)

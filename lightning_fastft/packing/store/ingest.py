@@ -14,7 +14,6 @@ import numpy as np
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.core.files import sync_file
-from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.images import ImageStore, find_image_offsets, write_images
 from lightning_fastft.packing.reading.sources import REJECTED, Source
 from lightning_fastft.packing.rows.formats import TUNERS
@@ -131,7 +130,6 @@ class Ingest:
         per_entry = self._report.documents_per_entry = [0] * (1 + max(source.entry for source in sources))
         try:
             with (
-                phase("tokenising"),
                 _progress(sources, is_shown=show_progress) as advance,
                 closing(run_chunks(chunks, setup=self._setup, num_proc=num_proc)) as results,
             ):

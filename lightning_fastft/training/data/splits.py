@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.core.checks import (
     check_bool,
     check_choice,
     check_int,
-    check_replaceable,
     check_share,
     check_tokenizer,
     tokenizer_of,
 )
 from lightning_fastft.core.errors import DataError, OptionError, printable
+from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
-from lightning_fastft.packing.reading.sources import REJECTED, is_mapping
+from lightning_fastft.packing.reading.sources import is_mapping
 from lightning_fastft.packing.rows.formats import FormatOptions
-from lightning_fastft.packing.rows.rejects import is_rejects
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
@@ -56,11 +56,13 @@ from lightning_fastft.training.data.trainer_facts import (
     check_prepared,
     find_context_size,
     find_ranks,
-    find_run_folder,
+    find_rejected_file,
+    load_nothing,
     uses_cuda,
 )
 
 SPLITS = ("train", "val", "test", "predict")
+Loaders = PackedLoader | dict[str, PackedLoader] | list[PackedLoader]
 
 
 class SplitDataModule(RecordedDataModule):
@@ -206,35 +208,28 @@ class SplitDataModule(RecordedDataModule):
     def _read_rows(
         self, split: str, *, rejected_path: Path | None = None, stopped_path: Path | None = None
     ) -> TokenizedDataset:
-        return tokenize_sources(
-            self._sources[split],
-            tokenizer=self.tokenizer,
-            options=self.options,
-            cache_dir=self.cache_dir,
-            num_proc=self.num_proc or count_processes(),
-            max_reject_share=self.max_reject_share,
-            rejected_path=rejected_path,
-            stopped_path=stopped_path,
-            vocab_size=getattr(self._module, "vocab_size", None),
-            images=find_image_encoder(self._given_tokenizer, module=self._module),
-            stop_ids=getattr(self._module, "stop_ids", ()),
-            show_progress=self.show_progress,
-        )
+        with phase(f"reading {split} data"):
+            return tokenize_sources(
+                self._sources[split],
+                tokenizer=self.tokenizer,
+                options=self.options,
+                cache_dir=self.cache_dir,
+                num_proc=self.num_proc or count_processes(),
+                max_reject_share=self.max_reject_share,
+                rejected_path=rejected_path,
+                stopped_path=stopped_path,
+                vocab_size=getattr(self._module, "vocab_size", None),
+                images=find_image_encoder(self._given_tokenizer, module=self._module),
+                stop_ids=getattr(self._module, "stop_ids", ()),
+                show_progress=self.show_progress,
+            )
 
     def rejected_file(self, split: str, *, is_of_rank: bool = False) -> Path | None:
         """Return the file of this split's rejected rows, or of those of this rank; None on ranks that write none."""
         rank = 0 if self._run is None else self._run.global_rank
         if rank and not is_of_rank:
             return None
-        if self.rejected_path is not None:
-            path = Path(self.rejected_path).expanduser()
-        elif self.trainer is not None:
-            path = find_run_folder(self.trainer) / REJECTED
-        else:
-            return None
-        path = path if split == "train" else path.with_stem(f"{path.stem}_{split}")
-        path = path.with_stem(f"{path.stem}_rank{rank}") if rank else path
-        return check_replaceable("The file of rejected rows (rejected_path)", path, is_ours=is_rejects)
+        return find_rejected_file(self.trainer, path=self.rejected_path, split=split, rank=rank)
 
     def _choose_subsets(self, stage: str) -> None:
         """Take the held-out part from the training data where it is asked for, and pack what this stage needs."""
@@ -300,15 +295,23 @@ class SplitDataModule(RecordedDataModule):
 
     # Loaders of the splits that are evaluated.
 
-    def val_dataloader(self) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
-        """Return a loader of this rank's packs, shuffled alike for all seeds, or one for each name; [] without data."""
-        return self._evaluation_loader("val")
+    @property
+    def val_dataloader(self) -> Callable[[], Loaders]:  # type: ignore[override]
+        """Return the method that loads this rank's packs, shuffled alike for all seeds (one loader a name); or [].
 
-    def test_dataloader(self) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
+        Lightning warns of a val_dataloader that no validation_step reads. Without data it is marked as not overridden.
+        """
+        has_data = self.val_share or self._sources["val"] is not None
+        load = functools.partial(self._evaluation_loader, "val")
+        if not has_data and self.trainer is not None and not is_overridden("validation_step", self._module):
+            functools.update_wrapper(load, super().val_dataloader)
+        return load
+
+    def test_dataloader(self) -> Loaders:
         """Return the test packs of this rank, in the form of val_dataloader."""
         return self._evaluation_loader("test")
 
-    def predict_dataloader(self) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
+    def predict_dataloader(self) -> Loaders:
         """Return the packs of this rank to predict from, in the same order every time.
 
         Raises:
@@ -321,9 +324,9 @@ class SplitDataModule(RecordedDataModule):
             )
         return self._evaluation_loader("predict")
 
-    def _evaluation_loader(self, split: str) -> PackedLoader | dict[str, PackedLoader] | list[PackedLoader]:
+    def _evaluation_loader(self, split: str) -> Loaders:
         if split not in self._subsets:
-            return []
+            return load_nothing(self.trainer, split=split)
         if named := self.named_sets(split):
             return {name: self._load(split, subset, packs) for name, (subset, packs) in named.items()}
         return self._load(split, self._subsets[split], self._packs[split])
@@ -374,10 +377,7 @@ class SplitDataModule(RecordedDataModule):
         """Return what the streams of all stages have in common: padding and images."""
         if self._subsets[split].documents.images is None:
             return self._padding()
-        return {
-            **self._padding(),
-            "encode_images": make_document_images(self._given_tokenizer, module=self._module),
-        }
+        return self._padding() | {"encode_images": make_document_images(self._given_tokenizer, module=self._module)}
 
     def _padding(self) -> dict[str, Any]:
         return {

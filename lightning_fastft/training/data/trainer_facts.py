@@ -11,10 +11,19 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress
+from lightning_fastft.core.checks import check_replaceable
 from lightning_fastft.core.errors import ContextError, OptionError
+from lightning_fastft.packing.reading.sources import REJECTED
+from lightning_fastft.packing.rows.rejects import is_rejects
+
+# Options that give an evaluation its data, by function of the Trainer and split.
+_MISSING: dict[tuple[object, str], str] = {
+    (TrainerFn.VALIDATING, "val"): "val_paths or val_share (--data.val_paths FILE or --data.val_share 0.05)",
+    (TrainerFn.TESTING, "test"): "test_paths (--data.test_paths FILE)",
+}
 
 
 class LoopFacts(NamedTuple):
@@ -150,6 +159,34 @@ def find_run_folder(trainer: Trainer) -> Path:
     logger = next(iter(trainer.loggers), None)
     folder = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else getattr(logger, "save_dir", None)
     return Path(folder or trainer.default_root_dir)
+
+
+def find_rejected_file(trainer: Trainer | None, *, path: str | None, split: str, rank: int) -> Path | None:
+    """Return the file of a split's rejected rows on one rank: at a path, else in the run's folder; None without both.
+
+    Raises:
+        OptionError: The file holds anything but rejected rows.
+    """
+    if path is not None:
+        file = Path(path).expanduser()
+    elif trainer is not None:
+        file = find_run_folder(trainer) / REJECTED
+    else:
+        return None
+    file = file if split == "train" else file.with_stem(f"{file.stem}_{split}")
+    file = file.with_stem(f"{file.stem}_rank{rank}") if rank else file
+    return check_replaceable("The file of rejected rows (rejected_path)", file, is_ours=is_rejects)
+
+
+def load_nothing(trainer: Trainer | None, *, split: str) -> list[Any]:
+    """Return [], the loaders of a split without data; refuse an evaluation of it, which Lightning would skip silently.
+
+    Raises:
+        OptionError: ``trainer.validate`` or ``trainer.test`` has nothing to evaluate.
+    """
+    if trainer is None or trainer.state.status != TrainerStatus.RUNNING or (trainer.state.fn, split) not in _MISSING:
+        return []
+    raise OptionError(f"There is no data to evaluate: give {_MISSING[trainer.state.fn, split]}.")
 
 
 def check_accumulation(trainer: Trainer, *, planned: int) -> None:
