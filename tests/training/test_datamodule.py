@@ -513,19 +513,6 @@ class TestEvaluation:
             assert sum(map(len, seen[-1])) == 400
         assert all(map(np.array_equal, seen[0], seen[1]))
 
-    @pytest.mark.parametrize("options", [{}, {"val_share": 0.2}])
-    def test_module_without_validation_step_is_warned_of_validation_data_only(self, tmp_path, options):
-        class Untested(TinyModel):
-            validation_step = LightningModule.validation_step
-
-        data = make_data(**options)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make_trainer(tmp_path, max_steps=2).fit(Untested(), data)
-        found = [str(entry.message) for entry in caught if "validation_step" in str(entry.message)]
-        assert (data.val_dataloader() == []) == (not options)
-        assert [text[:32] for text in found] == ["You passed in a `val_dataloader`"] * len(options)
-
     @pytest.mark.parametrize(("stage", "option"), [("validate", "val_paths or val_share"), ("test", "test_paths")])
     def test_trainer_refuses_to_evaluate_without_data(self, tmp_path, stage, option):
         class Tested(TinyModel):

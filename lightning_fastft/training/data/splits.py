@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.core.checks import (
@@ -295,17 +294,9 @@ class SplitDataModule(RecordedDataModule):
 
     # Loaders of the splits that are evaluated.
 
-    @property
-    def val_dataloader(self) -> Callable[[], Loaders]:  # type: ignore[override]
-        """Return the method that loads this rank's packs, shuffled alike for all seeds (one loader a name); or [].
-
-        Lightning warns of a val_dataloader that no validation_step reads. Without data it is marked as not overridden.
-        """
-        has_data = self.val_share or self._sources["val"] is not None
-        load = functools.partial(self._evaluation_loader, "val")
-        if not has_data and self.trainer is not None and not is_overridden("validation_step", self._module):
-            functools.update_wrapper(load, super().val_dataloader)
-        return load
+    def val_dataloader(self) -> Loaders:
+        """Return a loader of this rank's packs, shuffled alike for all seeds, or one for each name; [] without data."""
+        return self._evaluation_loader("val")
 
     def test_dataloader(self) -> Loaders:
         """Return the test packs of this rank, in the form of val_dataloader."""
