@@ -58,8 +58,9 @@ class DistillationTuner(Tuner):
         sft_weight: Share of the cross-entropy of the labels in the loss, in [0, 1]; the divergence has the rest.
         vocab_size: Number of first columns to compare, if the embeddings of the two are padded differently.
         store: Folder for the output of the teacher at each labelled token; None runs the teacher in each step.
-        top_k: Most likely tokens to store for each labelled token, at 8 bytes each. None stores the teacher's last
-            hidden state, in its dtype: the whole vocabulary, with any kind and temperature.
+        top_k: Most likely tokens to store for each labelled token, at 8 bytes each. All other tokens are compared as
+            one, so the divergence is at most that of the whole vocabulary. None stores the teacher's last hidden
+            state, in its dtype: the whole vocabulary, with any kind and temperature.
         options: Options of ``Tuner``.
 
     Raises:
@@ -180,7 +181,7 @@ class DistillationTuner(Tuner):
         if isinstance(teacher, str):
             from lightning_fastft.hf.loading.source import ModelSource
 
-            other = ModelSource(teacher).load_tokenizer()
+            other = ModelSource(teacher).load_tokenizer(option="teacher")
             if other is not None and self.tokenizer is not None:
                 check_same_tokens(self.tokenizer, other, teacher=teacher, num_compared=self.compared_columns)
         self._open_frozen(teacher)

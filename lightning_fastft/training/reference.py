@@ -172,7 +172,7 @@ class ReferenceTuner(Tuner):
         """
         from lightning_fastft.hf.loading.source import ModelSource
 
-        own, other = self.tokenizer, ModelSource(reference).load_tokenizer()
+        own, other = self.tokenizer, ModelSource(reference).load_tokenizer(option="reference")
         if own is None or other is None:
             return
         number_of = other.get_vocab()

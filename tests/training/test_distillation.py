@@ -172,6 +172,13 @@ def test_a_trained_model_that_is_not_whole_is_no_teacher_and_no_reference(tmp_pa
             make_tuner(tuner_class, **options)
 
 
+def test_a_second_model_that_is_not_there_is_named_by_its_option(tmp_path):
+    given = str(tmp_path / "nothing")
+    for tuner_class, option in ((DistillationTuner, "teacher"), (PreferenceTuner, "reference")):
+        with pytest.raises(OptionError, match=rf"There is no folder or file .*Correct {option}"):
+            make_tuner(tuner_class, **{option: given})
+
+
 @pytest.mark.parametrize(("options", "name"), [({"beta": 0.9}, "beta"), ({"top_k": 8}, "top_k")])
 def test_options_without_an_effect_are_refused(options, name):
     with pytest.raises(OptionError, match=f"{name}=.* has no effect"):

@@ -154,8 +154,11 @@ class ModelSource:
             content = {"eos_token_id": getattr(self.config.get_text_config(decoder=True), "eos_token_id", None)}
         return read_stop_ids(content.get("eos_token_id"))
 
-    def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
+    def load_tokenizer(self, *, option: str = "model") -> PreTrainedTokenizerBase | None:
         """Return the tokenizer saved with the model; None for a configuration, and for a folder without one.
+
+        Args:
+            option: The option that names the model, for messages.
 
         Raises:
             OptionError: It is not found, its files are nested endlessly, or they are not those of a tokenizer.
@@ -164,6 +167,7 @@ class ModelSource:
 
         if not isinstance(self.model, str) or self.model.endswith(".json"):
             return None
+        _refuse_missing_path(self.model, option=option)
         names = {path.name for path in Path(self.model).glob("*")}
         # Without tokenizer files, transformers makes a tokenizer without a vocabulary: every text becomes one token.
         if "config.json" in names and not any(map(_TOKENIZER_FILE.search, names)):

@@ -70,6 +70,8 @@ def test_impossible_sources_are_refused():
 def test_paths_to_nothing_are_not_asked_of_the_hub(name):
     with pytest.raises(OptionError, match="There is no folder or file"):
         _ = ModelSource(name).config
+    with pytest.raises(OptionError, match=r"There is no folder or file .*Correct model"):
+        ModelSource(name).load_tokenizer()
 
 
 def test_configuration_given_is_not_changed():
