@@ -2,8 +2,6 @@
 themselves, and the host never waits.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from lightning_fastft.kernels.expert_sort.reference import sort_slots
 from tests.support.host_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 # Tokens, experts per token, experts, model width: Qwen3-30B-A3B, gpt-oss, Mixtral, odd sizes, one expert, as many
 # experts as are allowed.
 SIZES = [
