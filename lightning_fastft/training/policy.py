@@ -58,7 +58,7 @@ class PolicyTuner(ReferenceTuner):
             of a ``RolloutDataModule`` is then taken for the policy before the update, and log-probabilities in rows of
             files are those of the policy before the update.
         max_completion_tokens: Length that "dr_grpo" divides by; 1 for the sum over the tokens of a completion.
-        reference: As in ``ReferenceTuner``; read if kl_weight is above 0. "stored" is refused.
+        reference: As in ``ReferenceTuner``; "stored" is refused, and so is a second model if kl_weight is 0.
         options: Options of ``Tuner``.
 
     Raises:
@@ -90,12 +90,14 @@ class PolicyTuner(ReferenceTuner):
         reference: str | nn.Module | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, reference=reference, needs_reference=kl_weight > 0, **options)
         if reference == "stored":
             raise OptionError(
                 "reference='stored' keeps sums over completions of a data set, and a policy compares tokens: leave "
                 "reference out for the base without adapters, or give the name of a second model."
             )
+        super().__init__(
+            model, reference=reference, needs_reference=kl_weight > 0, reader="a kl_weight above 0", **options
+        )
         self.loss = check_choice("loss", loss, POLICY_LOSSES)
         self.advantage = check_choice("advantage", advantage, ADVANTAGES)
         self.ratio = check_choice("ratio", ratio, ("token", "sequence"))

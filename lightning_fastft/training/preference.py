@@ -55,7 +55,7 @@ class PreferenceTuner(ReferenceTuner):
         gamma: Target margin of "simpo".
         sft_weight: Weight of the negative log-likelihood of chosen completions (mean over their tokens); None for 1
             with "orpo" and "cpo" and 0 elsewhere.
-        reference: As in ``ReferenceTuner``; not read by losses without a reference model.
+        reference: As in ``ReferenceTuner``; "stored" or a second model is refused for losses without a reference model.
         desirable_weight: Weight of desirable completions with "kto".
         undesirable_weight: Weight of undesirable completions with "kto".
         options: Options of ``Tuner``.
@@ -87,7 +87,13 @@ class PreferenceTuner(ReferenceTuner):
         **options: Any,
     ) -> None:
         check_choice("loss", loss, PREFERENCE_LOSSES)
-        super().__init__(model, reference=reference, needs_reference=loss in REFERENCE_LOSSES, **options)
+        super().__init__(
+            model,
+            reference=reference,
+            needs_reference=loss in REFERENCE_LOSSES,
+            reader="a loss with a reference model",
+            **options,
+        )
         self.loss = loss
         self.beta = check_float("beta", beta, low=1e-6, high=LARGEST_BETA)
         self.label_smoothing = check_float("label_smoothing", label_smoothing, low=0.0, high=0.499)

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_fastft.core.checks import refuse_unread
 from lightning_fastft.core.errors import OptionError, ResumeError, list_names
 from lightning_fastft.core.status import Status
 from lightning_fastft.packing.collate import PackedBatch
@@ -37,12 +38,13 @@ class ReferenceTuner(Tuner):
             memory. None for "adapters_off" where the trained adapters start without effect. All of them are without
             dropout.
         needs_reference: Whether the loss reads the reference.
+        reader: What would read it, for the error.
         options: Options of ``Tuner``.
 
     Raises:
-        OptionError: The loss needs a reference, and reference is None without adapters or with adapters that change
-            the model from the start; or "adapters_off" without adapters or after an initialisation that changed the
-            base.
+        OptionError: The loss reads no reference, and "stored" or a second model is given. It needs one, and reference
+            is None without adapters or with adapters that change the model from the start. Or "adapters_off" without
+            adapters or after an initialisation that changed the base.
     """
 
     def __init__(
@@ -51,11 +53,16 @@ class ReferenceTuner(Tuner):
         *,
         reference: str | nn.Module | None = None,
         needs_reference: bool = True,
+        reader: str = "",
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
         if reference is not None:
             check_second_model("reference", reference)
+            shown = reference if isinstance(reference, str) else type(reference).__name__
+            # Adapters that are off cost nothing.
+            is_read = needs_reference or reference == ADAPTERS_OFF
+            refuse_unread("reference", shown, default=None, is_read=is_read, reader=reader)
         if needs_reference and self.has_adapters and reference in (None, ADAPTERS_OFF):
             self._check_adapters_off(is_asked=reference is not None)
         if reference is None and self.has_adapters:

@@ -20,6 +20,7 @@ from lightning_fastft.packing.collate import collate
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training import losses
 from lightning_fastft.training.losses import PREFERENCE_LOSSES
+from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
 from tests.support.packs import assert_close, make_groups
 from tests.support.tiny_models import VOCABULARY
@@ -288,6 +289,16 @@ def test_frozen_adapters_are_part_of_the_reference(tmp_path):
         for parameter in trained:
             parameter.normal_(std=0.15)
     assert abs(float(step(tuner, pairs())[0]) - math.log(2)) > 1e-3
+
+
+def test_a_reference_that_the_loss_does_not_read_is_refused():
+    second = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    unread = "reference='{}' has no effect: only {} reads it"
+    for reference, shown in (("stored", "stored"), ("some/model", "some/model"), (second, "Qwen3ForCausalLM")):
+        with pytest.raises(OptionError, match=unread.format(shown, "a loss with a reference model")):
+            PreferenceTuner(CONFIG, init="random", lora=LORA, loss="orpo", reference=reference)
+    with pytest.raises(OptionError, match=unread.format("Qwen3ForCausalLM", "a kl_weight above 0")):
+        PolicyTuner(CONFIG, init="random", lora=LORA, reference=second)
 
 
 def test_adapters_that_begin_with_an_effect_need_a_reference_by_name(tmp_path):
