@@ -13,7 +13,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.training.losses import POLICY_LOSSES, PolicyLoss, policy_loss
-from lightning_fastft.training.reference import ReferenceTuner
+from lightning_fastft.training.reference import ReferenceTuner, check_read
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -95,9 +95,8 @@ class PolicyTuner(ReferenceTuner):
                 "reference='stored' keeps sums over completions of a data set, and a policy compares tokens: leave "
                 "reference out for the base without adapters, or give the name of a second model."
             )
-        super().__init__(
-            model, reference=reference, needs_reference=kl_weight > 0, reader="a kl_weight above 0", **options
-        )
+        super().__init__(model, reference=reference, needs_reference=kl_weight > 0, **options)
+        check_read(reference, is_read=self.needs_reference, reader="a kl_weight above 0")
         self.loss = check_choice("loss", loss, POLICY_LOSSES)
         self.advantage = check_choice("advantage", advantage, ADVANTAGES)
         self.ratio = check_choice("ratio", ratio, ("token", "sequence"))

@@ -22,7 +22,7 @@ from lightning_fastft.training.losses import (
     kto_loss,
     preference_loss,
 )
-from lightning_fastft.training.reference import ReferenceTuner
+from lightning_fastft.training.reference import ReferenceTuner, check_read
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -87,13 +87,8 @@ class PreferenceTuner(ReferenceTuner):
         **options: Any,
     ) -> None:
         check_choice("loss", loss, PREFERENCE_LOSSES)
-        super().__init__(
-            model,
-            reference=reference,
-            needs_reference=loss in REFERENCE_LOSSES,
-            reader="a loss with a reference model",
-            **options,
-        )
+        super().__init__(model, reference=reference, needs_reference=loss in REFERENCE_LOSSES, **options)
+        check_read(reference, is_read=self.needs_reference, reader="a loss with a reference model")
         self.loss = loss
         self.beta = check_float("beta", beta, low=1e-6, high=LARGEST_BETA)
         self.label_smoothing = check_float("label_smoothing", label_smoothing, low=0.0, high=0.499)

@@ -27,6 +27,21 @@ if TYPE_CHECKING:
 ADAPTERS_OFF, STORED = "adapters_off", "stored"
 
 
+def check_read(reference: str | nn.Module | None, *, is_read: bool, reader: str) -> None:
+    """Refuse a stored reference or a second model that the loss does not read; adapters that are off cost nothing.
+
+    Args:
+        reference: As in ``ReferenceTuner``.
+        is_read: Whether the loss reads it.
+        reader: What would read it, for the error.
+
+    Raises:
+        OptionError: It is not read.
+    """
+    shown = reference if reference is None or isinstance(reference, str) else type(reference).__name__
+    refuse_unread("reference", shown, default=None, is_read=is_read or reference == ADAPTERS_OFF, reader=reader)
+
+
 class ReferenceTuner(Tuner):
     """Add a reference model: the model at the start of the run, as "adapters_off" or "stored", or a second model.
 
@@ -38,13 +53,12 @@ class ReferenceTuner(Tuner):
             memory. None for "adapters_off" where the trained adapters start without effect. All of them are without
             dropout.
         needs_reference: Whether the loss reads the reference.
-        reader: What would read it, for the error.
         options: Options of ``Tuner``.
 
     Raises:
-        OptionError: The loss reads no reference, and "stored" or a second model is given. It needs one, and reference
-            is None without adapters or with adapters that change the model from the start. Or "adapters_off" without
-            adapters or after an initialisation that changed the base.
+        OptionError: The loss needs a reference, and reference is None without adapters or with adapters that change
+            the model from the start; or "adapters_off" without adapters or after an initialisation that changed the
+            base.
     """
 
     def __init__(
@@ -53,16 +67,11 @@ class ReferenceTuner(Tuner):
         *,
         reference: str | nn.Module | None = None,
         needs_reference: bool = True,
-        reader: str = "",
         **options: Any,
     ) -> None:
         super().__init__(model, **options)
         if reference is not None:
             check_second_model("reference", reference)
-            shown = reference if isinstance(reference, str) else type(reference).__name__
-            # Adapters that are off cost nothing.
-            is_read = needs_reference or reference == ADAPTERS_OFF
-            refuse_unread("reference", shown, default=None, is_read=is_read, reader=reader)
         if needs_reference and self.has_adapters and reference in (None, ADAPTERS_OFF):
             self._check_adapters_off(is_asked=reference is not None)
         if reference is None and self.has_adapters:

@@ -193,7 +193,8 @@ OPTIONS = {
         "sampler_clip": either(nothing, number(1e-3, 1e3)),
         # Belongs to loss="dr_grpo" alone.
         "max_completion_tokens": nothing,
-        "reference": reference,
+        # Read with a kl_weight alone.
+        "reference": either(nothing),
     },
     "DistillationTuner": {
         **TUNER,
