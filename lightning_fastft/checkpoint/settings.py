@@ -238,7 +238,12 @@ def _describe_options(
 
 
 def _is_reported(setting: tuple[Any, Any] | None, values: tuple[Any, Any]) -> bool:
-    """Return whether a setting differs as both values of an option do; None is the optimizer's own value."""
+    """Return whether the line of a setting already reports two values of an option.
+
+    Args:
+        setting: The setting in the checkpoint and in this run; None in place of one is the optimizer's own value.
+        values: The option in the checkpoint and in this run.
+    """
     if setting is None or setting[0] == setting[1]:
         return False
     return all(given is None or given == value for given, value in zip(setting, values))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-# Width up to which rounding of weights hides that of sums.
+# Width from which errors of sums in fp32 exceed those of the weights' own rounding.
 _NARROW = 64
 
 
@@ -53,7 +53,7 @@ def merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tupl
     # doubled changes logits by the whole effect.
     unit = torch.finfo(merged.dtype).eps * math.sqrt(num_decoder_layers(merged) + 1)
     if merged.dtype is torch.float32:
-        # Sums are rounded as coarsely as weights here, and are longer in wider models: 11 units at a width of 1,024.
+        # Sums are in fp32 too, and their error grows with the width: 11 units at a width of 1,024.
         unit *= max(1.0, math.sqrt(merged.get_input_embeddings().weight.shape[-1] / _NARROW))
     allowed = max(2 * unit, min(8 * unit, 0.75 * effect))
     if not moved <= allowed:

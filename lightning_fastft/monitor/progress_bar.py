@@ -29,7 +29,7 @@ NUM_BATCHES_IN_RATE = 20
 # Logged values of the tuners that say most about a run.
 NAMES = ("train_reward", "train_reward_accuracy", "train_accuracy", "train_divergence")
 TRAINING = "train_"
-# Stands for the loss among the names of logged values; it never equals one of them.
+# Name of the loss among those of logged values, none of which is empty.
 _LOSS = ""
 
 

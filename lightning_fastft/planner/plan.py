@@ -201,7 +201,7 @@ def _with_all_the_host(search: PlanSearch) -> Prediction | None:
 
 
 def _nothing_fits(search: PlanSearch, wider: Prediction | None, *, weights: str, is_streamable: bool) -> str:
-    # What is there at any length of a pack.
+    # Memory that is taken at any length of a pack.
     base_bytes = 0 if search.is_streamed else search.model.cost.base_bytes
     is_base_too_large = base_bytes >= search.vram_bytes
     ways = [] if is_base_too_large else ["a smaller max_tokens"]

@@ -52,11 +52,11 @@ from lightning_fastft.training.data.subsets import (
 )
 from lightning_fastft.training.data.trainer_facts import (
     LoopFacts,
+    check_not_evaluated,
     check_prepared,
     find_context_size,
     find_ranks,
     find_rejected_file,
-    load_nothing,
     uses_cuda,
 )
 
@@ -317,7 +317,8 @@ class SplitDataModule(RecordedDataModule):
 
     def _evaluation_loader(self, split: str) -> Loaders:
         if split not in self._subsets:
-            return load_nothing(self.trainer, split=split)
+            check_not_evaluated(self.trainer, split=split)
+            return []
         if named := self.named_sets(split):
             return {name: self._load(split, subset, packs) for name, (subset, packs) in named.items()}
         return self._load(split, self._subsets[split], self._packs[split])

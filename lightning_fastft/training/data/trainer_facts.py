@@ -19,8 +19,8 @@ from lightning_fastft.core.errors import ContextError, OptionError
 from lightning_fastft.packing.reading.sources import REJECTED
 from lightning_fastft.packing.rows.rejects import is_rejects
 
-# Options that give an evaluation its data, by function of the Trainer and split.
-_MISSING: dict[tuple[object, str], str] = {
+# Options that name the data of trainer.validate and trainer.test.
+_DATA_OPTIONS: dict[tuple[object, str], str] = {
     (TrainerFn.VALIDATING, "val"): "val_paths or val_share (--data.val_paths FILE or --data.val_share 0.05)",
     (TrainerFn.TESTING, "test"): "test_paths (--data.test_paths FILE)",
 }
@@ -178,15 +178,16 @@ def find_rejected_file(trainer: Trainer | None, *, path: str | None, split: str,
     return check_replaceable("The file of rejected rows (rejected_path)", file, is_ours=is_rejects)
 
 
-def load_nothing(trainer: Trainer | None, *, split: str) -> list[Any]:
-    """Return [], the loaders of a split without data; refuse an evaluation of it, which Lightning would skip silently.
+def check_not_evaluated(trainer: Trainer | None, *, split: str) -> None:
+    """Check that a split without data is not the one to evaluate, which Lightning would skip without a word.
 
     Raises:
         OptionError: ``trainer.validate`` or ``trainer.test`` has nothing to evaluate.
     """
-    if trainer is None or trainer.state.status != TrainerStatus.RUNNING or (trainer.state.fn, split) not in _MISSING:
-        return []
-    raise OptionError(f"There is no data to evaluate: give {_MISSING[trainer.state.fn, split]}.")
+    if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
+        return
+    if options := _DATA_OPTIONS.get((trainer.state.fn, split)):
+        raise OptionError(f"There is no data to evaluate: give {options}.")
 
 
 def check_accumulation(trainer: Trainer, *, planned: int) -> None:
