@@ -76,7 +76,9 @@ NAMED_RUNS = {
     "32k-one-document": NamedRun("llama-3.1-8b-lora-32k-one-document", ("ours keep+fused", "unsloth off")),
     "128k": NamedRun("llama-3.1-8b-lora-128k-one-document", ("ours offload:40+fused+tiles8", "unsloth unsloth")),
     "30b-a3b-48-layers": NamedRun("qwen3-30b-a3b-lora", ("ours auto+graphs=auto",)),
-    "gpt-oss": NamedRun("gpt-oss-20b-12l-lora", ("ours keep+fused", "unsloth unsloth+padded64")),
+    "gpt-oss": NamedRun(
+        "gpt-oss-20b-12l-lora", ("ours keep+fused", "unsloth off+padded16", "unsloth unsloth+padded64")
+    ),
     "32b-full": NamedRun("qwen3-32b-qlora", ("ours full fsdp x4",)),
     "32b-one-gpu": NamedRun(
         "qwen3-32b",
