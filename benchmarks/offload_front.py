@@ -171,17 +171,6 @@ def mode_name(mode: str) -> str:
     return mode.partition("+")[0].partition(":")[0].partition("=")[0]
 
 
-def budget_gib(mode: str) -> float | None:
-    """Return the budget in a mode's name; None without one.
-
-    Example:
-        >>> budget_gib("auto=20.5:32+liger")
-        20.5
-    """
-    text = mode.partition("+")[0].partition(":")[0].partition("=")[2]
-    return float(text) if text else None
-
-
 def _timed(workload: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         record for record in records if record["workload"] == workload and "system" in record and not record["reason"]

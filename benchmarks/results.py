@@ -30,11 +30,6 @@ COLUMNS = (
 RESULTS_PATH = Path(__file__).parent / "results.csv"
 
 
-def append_row(path: Path = RESULTS_PATH, **values: Any) -> None:
-    """Append one measured figure; see append_rows."""
-    append_rows([values], path=path)
-
-
 def append_rows(rows: Sequence[Mapping[str, Any]], *, path: Path = RESULTS_PATH) -> None:
     """Append measured figures to the table, writing its header first if there is no file.
 

@@ -391,18 +391,18 @@ def test_a_failing_case_leaves_a_record_and_no_open_counter(files, tmp_path):
 
 def test_results_keep_one_header_and_refuse_others(tmp_path):
     path = tmp_path / "results.csv"
-    results.append_row(path, benchmark="b", metric="m", value=1.23456789, unit="ms")
-    results.append_row(path, benchmark="b", metric="m", value=2, n=30)
+    results.append_rows([{"benchmark": "b", "metric": "m", "value": 1.23456789, "unit": "ms"}], path=path)
+    results.append_rows([{"benchmark": "b", "metric": "m", "value": 2, "n": 30}], path=path)
     lines = path.read_text().splitlines()
     assert lines[0] == "date,benchmark,workload,system,version,metric,value,p10,p90,n,unit,command,device"
     assert len(lines) == 3
     assert ",1.23457," in lines[1]
     with pytest.raises(ValueError, match="Unknown columns"):
-        results.append_row(path, speed=1)
+        results.append_rows([{"speed": 1}], path=path)
     assert results.merge(path, path=tmp_path / "other.csv") == 2
     path.write_text("date,value\n")
     with pytest.raises(ValueError, match="expected date"):
-        results.append_row(path, value=1)
+        results.append_rows([{"value": 1}], path=path)
 
 
 def test_parse_arm_reads_modes_shares_and_optimizers():
