@@ -273,16 +273,16 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan, number: int) -> _Work:
             rebuilt_ms=0.0,
         )
     places = dict(plan.values)
-    num_rebuild_ms = sum(value.rebuild_ms for value in cost.values)
+    all_ms = sum(value.rebuild_ms for value in cost.values)
     # Work that belongs to no value (norms, the last projection) is distributed over the values in proportion.
-    rest_ms = max(0.0, cost.recompute_ms - num_rebuild_ms)
+    rest_ms = max(0.0, cost.recompute_ms - all_ms)
     host = [_HostTensor(f"input {number}", cost.input_bytes, 0.0, 0.0)] if plan.input_place == "host" else []
     device_bytes, done_ms, rebuilt_ms = 0, 0.0, 0.0
     for index, value in enumerate(cost.values):
         place = places.get(value.name)
-        before = done_ms / num_rebuild_ms if num_rebuild_ms else index / len(cost.values)
+        before = done_ms / all_ms if all_ms else index / len(cost.values)
         done_ms += value.rebuild_ms
-        after = done_ms / num_rebuild_ms if num_rebuild_ms else (index + 1) / len(cost.values)
+        after = done_ms / all_ms if all_ms else (index + 1) / len(cost.values)
         if place == "host":
             exists_ms, needed_ms = cost.forward_ms * min(after, 1.0), rest_ms * before + rebuilt_ms
             host.append(_HostTensor(f"{value.name} {number}", value.num_bytes, exists_ms, needed_ms))
