@@ -185,10 +185,16 @@ class ModelSource:
                 f"The tokenizer of {self.model!r} cannot be read: {reason} Check the name and the connection, or give "
                 "a local folder."
             ) from error
-        except (RecursionError, TypeError, AttributeError, KeyError, UnicodeDecodeError) as error:
+        except (RecursionError, TypeError, AttributeError, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise OptionError(
                 f"The tokenizer of {self.model!r} cannot be read: {error!r}. Fetch its files again."
             ) from error
+        except ValueError as error:
+            # A folder with vocab.json and merges.txt alone, a package that is missing, or code of the repository.
+            reason, advice = " ".join(str(error).split()), "Give a hub id or a folder with tokenizer.json."
+            if "custom code" in reason:
+                reason, advice = "Code of a model repository is never run.", "Load the tokenizer yourself and pass it."
+            raise OptionError(f"The tokenizer of {self.model!r} cannot be read: {reason} {advice}") from error
 
     @property
     def has_processor(self) -> bool:

@@ -1,5 +1,6 @@
 """A source is named without being loaded, and an impossible one is refused."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
-from lightning_fastft.hf.loading.source import ModelSource
+from lightning_fastft.hf.loading.source import ModelSource, load_given_tokenizer
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.hf.loading.test_model import CONFIG, random_model
@@ -87,6 +88,26 @@ def test_a_configuration_that_cannot_be_read_is_an_answer(tmp_path, monkeypatch)
     for name in (str(tmp_path / "empty"), "nobody/nothing"):
         with pytest.raises(OptionError, match=r"cannot be read: .* give a local folder"):
             _ = ModelSource(name).config
+
+
+BPE = {"vocab.json": '{"a": 0}', "merges.txt": "#version: 0.2"}
+OWN_CODE = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+
+
+@pytest.mark.parametrize(
+    ("files", "advice"),
+    [
+        (BPE, "Give a hub id or a folder with tokenizer.json"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": json.dumps(OWN_CODE)}, "Load the tokenizer yourself"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "{bad"}, "Fetch its files again"),
+    ],
+    ids=["no tokenizer.json", "code of its own", "damaged"],
+)
+def test_a_tokenizer_that_cannot_be_read_names_its_folder(tmp_path, files, advice):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(OptionError, match=f"tokenizer of '{tmp_path}' cannot be read: .*{advice}"):
+        load_given_tokenizer(str(tmp_path))
 
 
 def test_missing_package_of_a_processor_is_named_in_one_sentence(tmp_path, monkeypatch):
