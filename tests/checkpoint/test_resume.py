@@ -187,8 +187,10 @@ def test_learning_rate_of_the_checkpoint_is_the_one_that_goes_on(tmp_path):
 @pytest.mark.parametrize("strategy", ["fastft", "fastft_fsdp"])
 def test_a_resumed_run_records_the_options_that_it_took_from_the_checkpoint(strategy, tmp_path):
     """Its next checkpoint and its loggers; a later fit of the same tuner has its own options again."""
+    seed_everything(7, verbose=False)
     fit(tmp_path, tuner()).save_checkpoint(tmp_path / "a.ckpt")
     resumed, logger = tuner(learning_rate=1e-2, weight_decay=0.1), CSVLogger(tmp_path, version="resumed")
+    seed_everything(7, verbose=False)
     with pytest.warns(UserWarning, match="learning_rate was"):
         fit(
             tmp_path, resumed, strategy=strategy, max_steps=2, ckpt_path=tmp_path / "a.ckpt", logger=logger
