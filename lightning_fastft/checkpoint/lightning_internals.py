@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from lightning_fastft.core.patcher import ModelPatcher
 
+# The name of the barrier at which Lightning has restored the states of a checkpoint, or there was none.
+RESUME_END = "_CheckpointConnector.resume_end"
 Metrics = dict[str, torch.Tensor]
 # A method of the epoch loop that broadcasts the stop flag of rank 0 before each micro-batch, with a host sync.
 _SIGTERM_BROADCAST = "_broadcast_sigterm_tensor"
@@ -45,6 +48,11 @@ def set_batches_of_epoch(trainer: Trainer, num_batches: int) -> None:
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is not None:
         fetcher.fetched += num_batches - num_before
+
+
+def log_hyperparameters(trainer: Trainer) -> None:
+    """Give the loggers the hyperparameters of the LightningModule and the DataModule, as Lightning does."""
+    _log_hyperparams(trainer)
 
 
 def begin_next_epoch(trainer: Trainer) -> None:

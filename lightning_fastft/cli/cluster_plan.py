@@ -22,6 +22,7 @@ from lightning_fastft.estimate.layouts import (
 from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
 from lightning_fastft.estimate.model_size import ModelSize, measure_model
 from lightning_fastft.hf.loading.source import ModelSource
+from lightning_fastft.hf.sharding.units import AdapterPlacement
 from lightning_fastft.planner.plan import Plan, StepCost, predict, uniform_plan
 
 _GIB = 2**30
@@ -66,10 +67,12 @@ def plan_layouts(
     vram_bytes: int | None,
     step_ms: float | None,
     policy: str = "auto",
+    adapters: AdapterPlacement = "auto",
 ) -> list[LayoutPlan]:
     """Return the prediction of every layout that a cluster allows.
 
-    step_ms is the measured time of one pack on one GPU, which scales the estimated times of compute.
+    step_ms is the measured time of one pack on one GPU, which scales the estimated times of compute. adapters is the
+    option of ``FastFTFSDPStrategy``.
 
     Raises:
         OptionError: step_ms is given and the run does not fit one GPU.
@@ -84,7 +87,7 @@ def plan_layouts(
         model = build_on_meta(source, dtype=options["dtype"])
         own = {**options, "swaps": swaps._replace(is_fp8=is_fp8)}
         cost = model_costs(model, num_tokens=rank_tokens, machine=cluster.gpu, **own)
-        return cost, measure_model(model, cost, is_fp8=is_fp8)
+        return cost, measure_model(model, cost, is_fp8=is_fp8, adapters=adapters)
 
     make_plan = functools.partial(
         _make_plan, cluster=cluster, host_bytes=host_bytes, vram_bytes=vram_bytes, policy=policy

@@ -53,6 +53,8 @@ def run_export(words: Sequence[str]) -> int:
         The base on the device once; for a merge, once more on the host while it is verified.
     """
     args = _parse_args(words)
+    if args.gguf:
+        _check_unconverted(args)
     from lightning_fastft.cli.trained.writing import write_trained
 
     out = args.out
@@ -99,7 +101,7 @@ def _convert(args: Namespace, module: FineTuner) -> int:
 
     out = args.out
     check_head(out)
-    file, serve = out / f"{out.name}-{args.gguf}.gguf", ""
+    file, serve = _gguf_file(args), ""
     if args.ollama:
         from lightning_fastft.cli.trained.modelfile import write_modelfile
 
@@ -116,6 +118,30 @@ def _convert(args: Namespace, module: FineTuner) -> int:
         sys.stdout.write(f"Wrote {file}: {file.stat().st_size / _MIB:,.1f} MiB.\n")
     sys.stdout.write(serve)
     return WITHOUT_GGUF if command else 0
+
+
+def _gguf_file(args: Namespace) -> Path:
+    out: Path = args.out
+    return out / f"{out.name}-{args.gguf}.gguf"
+
+
+def _check_unconverted(args: Namespace) -> None:
+    """Raise with the command that converts an existing folder, if only its GGUF file is missing.
+
+    Its weights may be those of another checkpoint, so it is not converted without being asked.
+    """
+    out, file, modelfile = args.out, _gguf_file(args), args.out / "Modelfile"
+    is_listed = not args.ollama or (modelfile.is_file() and f"FROM ./{file.name}\n" in modelfile.read_text("utf-8"))
+    if file.exists() or not (out / "config.json").is_file() or not is_listed:
+        return
+    from lightning_fastft.cli.trained.gguf import check_head, conversion_command
+
+    check_head(out)
+    command = conversion_command(out, file, type_name=args.gguf, llama_cpp=args.llama_cpp)
+    raise OptionError(
+        f"{out} already exists and is a whole model without {file.name}, as an export leaves it that ended before the "
+        f"conversion. To convert it, run:\n  {shlex.join(command)}\nTo export it again, remove it first."
+    )
 
 
 def _parse_args(words: Sequence[str]) -> Namespace:

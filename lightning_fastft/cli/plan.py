@@ -123,6 +123,7 @@ def _render_cluster(options: _Options, model: Tuner, trainer: Trainer, *, max_to
         vram_bytes=options.vram_bytes,
         step_ms=options.step_ms,
         policy=options.planning.get("policy", "auto"),
+        adapters=trainer.strategy.adapters if isinstance(trainer.strategy, FastFTFSDPStrategy) else "auto",
     )
     return render_layouts(options.cluster, plans)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from lightning_fastft.fused.layer_parts import fp8_shapes
 from lightning_fastft.hf.expert_nf4 import is_stack
 from lightning_fastft.hf.families import decoder_layers
-from lightning_fastft.hf.sharding.units import places_whole
+from lightning_fastft.hf.sharding.units import AdapterPlacement, places_whole
 from lightning_fastft.planner.step import SegmentCost, StepCost
 
 # Scales of an output column in fp32 and in bf16.
@@ -61,7 +61,7 @@ class ModelSize(NamedTuple):
         num_experts: Routed experts of a layer; 0 in a dense model.
         shared_bytes: Memory of each GPU that is neither weights nor their state.
         replicates_adapters: Whether every GPU of a sharding layout holds the trained numbers whole, as
-            ``FastFTFSDPStrategy(adapters="auto")`` does.
+            ``FastFTFSDPStrategy(adapters=...)`` places them.
     """
 
     layers: tuple[LayerSize, ...]
@@ -98,13 +98,16 @@ class ModelSize(NamedTuple):
         return any(layer.num_fp8 for layer in self.layers)
 
 
-def measure_model(model: PreTrainedModel, cost: StepCost, *, is_fp8: bool = False) -> ModelSize:
+def measure_model(
+    model: PreTrainedModel, cost: StepCost, *, is_fp8: bool = False, adapters: AdapterPlacement = "auto"
+) -> ModelSize:
     """Return the sizes of a model on the meta device whose adapters were added.
 
     Args:
         model: The model that was passed to ``model_costs``.
         cost: What ``model_costs`` returned for it.
         is_fp8: The ``Swaps.is_fp8`` of this cost.
+        adapters: As in ``FastFTFSDPStrategy``.
     """
     config = model.config.get_text_config(decoder=True)
     layers = [
@@ -132,7 +135,7 @@ def measure_model(model: PreTrainedModel, cost: StepCost, *, is_fp8: bool = Fals
         output_columns=num_heads * head_width,
         num_experts=max((stack.shape[0] for layer in decoder_layers(model) for stack in _stacks(layer)), default=0),
         shared_bytes=cost.shared_bytes,
-        replicates_adapters=places_whole(model, "auto"),
+        replicates_adapters=places_whole(model, adapters),
     )
 
 

@@ -41,7 +41,8 @@ class HostWaitDetector(GivenOnce, Callback):
     host count too, except in the data loader. Each rank watches itself; rank 0 prints.
 
     Args:
-        steps: Optimizer steps to watch, counted from 0 in this fit; all micro-batches of a step are watched.
+        steps: Optimizer steps to watch, counted from 0 in this fit; all micro-batches of a step are watched. A
+            batch with several steps by manual optimization counts as one.
         on_wait: "report" prints the table; "warn" prints it as a warning if there are host syncs; "raise" raises an
             error from the call of the first host sync.
 

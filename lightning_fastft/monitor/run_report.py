@@ -52,7 +52,8 @@ class RunReport(GivenOnce, Callback):
     host syncs by line of code; the slowest pack (without the first of each epoch, during which the loader starts);
     options, versions and command. A curve has at most 512 points, each the mean of equally many values. The loss of an
     optimizer step is the mean over its labelled tokens on all ranks; tokens per second are those of rank 0 by
-    micro-batch. Steps of a resumed run continue from the checkpoint.
+    micro-batch. Steps of a resumed run continue from the checkpoint. With manual optimization a loss is what
+    ``training_step`` returned; where a batch has several optimizer steps, losses and host syncs are counted by batch.
 
     Environment variables are not read, and values that look like secrets are replaced. The page loads nothing and runs
     no script. Rank 0 writes the files and logs a summary. Losses, packs, memory and speed of all ranks are gathered
@@ -63,9 +64,10 @@ class RunReport(GivenOnce, Callback):
         path: The HTML file, ending in ".html"; the JSON file is written next to it. None is "run_report.html" in the
             folder of the logger, or in the Trainer's default_root_dir without a logger. An earlier report is replaced;
             other files are not.
-        profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler.
-            The next step is watched for host syncs, unless the Trainer has a HostWaitDetector, whose result is shown
-            then. None does neither, and so does a run that ends earlier.
+        profile_step: Optimizer step, counted from 0 in this fit, whose last micro-batch is profiled by torch.profiler;
+            a batch with several optimizer steps counts as one. The next step is watched for host syncs, unless the
+            Trainer has a HostWaitDetector, whose result is shown then. None does neither, and so does a run that ends
+            earlier.
 
     Raises:
         OptionError: path is remote or does not end in ".html", or profile_step is below 0. When fit begins: path is
@@ -181,12 +183,13 @@ class RunReport(GivenOnce, Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Mark the start of clipping and the optimizer step, and record its learning rates."""
         self._begin_part("optimizer")
+        step = trainer.global_step - self._run.first_step
         for name, rate in _learning_rates(trainer, optimizer):
             # The scheduler changes a tensor in place after this step, so the copy starts here.
             if isinstance(rate, torch.Tensor):
-                self._scalar_copies.push((self._run.add_learning_rate, self._run.step, name), rate)
+                self._scalar_copies.push((self._run.add_learning_rate, step, name), rate)
             else:
-                self._run.add_learning_rate(self._run.step, name, float(rate))
+                self._run.add_learning_rate(step, name, float(rate))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -205,21 +208,25 @@ class RunReport(GivenOnce, Callback):
         self._run.times.push(timed)
         # The time after a profiled or watched step is not time spent waiting for data.
         self._last_end = end if timed.is_counted else None
-        if self._profile is not None:
-            self._run.trace, self._profile = self._profile.stop(), None
         has_stepped = trainer.global_step != self._last_global_step
+        if self._profile is not None:
+            # With manual optimization, only the end of a micro-batch tells whether it was the last one of its step.
+            if has_stepped:
+                self._run.trace, self._run.profiled_step = self._profile.stop(), self._run.step
+            self._profile.cancel()
+            self._profile = None
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             logged = logged_step_values(trainer)
             names = tuple(name for name in logged if name != TRAINING_LOSS)[:MOST_VALUES]
             values = torch.stack([value.float().reshape(()) for value in (loss, *map(logged.__getitem__, names))])
             # Lightning divides the loss by the micro-batches of a window.
-            about = (self._run.step, trainer.accumulate_grad_batches, is_planned(batch), has_stepped, names)
+            has_window = is_planned(batch) and pl_module.automatic_optimization
+            about = (self._run.step, trainer.accumulate_grad_batches, has_window, has_stepped, names)
             self._copies.push(about, values)
         self._run.num_batches += 1
         if has_stepped:
-            self._last_global_step = trainer.global_step
-            self._run.step += 1
+            self._count_steps(trainer)
         self._run.plans = _find_plans(trainer) or self._run.plans
         self._poll()
 
@@ -263,7 +270,8 @@ class RunReport(GivenOnce, Callback):
         try:
             if state == "stopped":
                 # An earlier callback has ended the run at the end of a step that is not counted yet.
-                self._run.step += self._batch is not None
+                if self._batch is not None:
+                    self._count_steps(trainer)
                 self.on_train_end(trainer, pl_module)
             elif self._run.device.type != "cuda":
                 self._poll()
@@ -284,6 +292,11 @@ class RunReport(GivenOnce, Callback):
 
     # Counting.
 
+    def _count_steps(self, trainer: Trainer) -> None:
+        self._last_global_step = trainer.global_step
+        self._run.step = trainer.global_step - self._run.first_step
+        self._run.num_windows += 1
+
     def _begin_part(self, part: str) -> None:
         if self._batch is not None:
             self._batch.marks.append((part, mark_time(self._run.device)))
@@ -297,7 +310,7 @@ class RunReport(GivenOnce, Callback):
         is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if (
             self.profile_step is None
-            or self._run.step != self.profile_step
+            or self._run.num_windows != self.profile_step
             or not is_last
             or self._run.trace is not None
             or not trainer.is_global_zero

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fastft.activations.budgets import auto_host_bytes
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.checkpoint.io import VerifiedCheckpointIO, warn_of_options, warn_without_digest
+from lightning_fastft.checkpoint.lightning_internals import RESUME_END, log_hyperparameters
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.checks import check_bool, local_path
 from lightning_fastft.core.errors import CheckpointNotSavedError, DamagedCheckpointError
@@ -22,6 +23,7 @@ from lightning_fastft.strategies.first_state import read_first_state
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lightning.pytorch import Trainer
     from torch.optim import Optimizer
 
     from lightning_fastft.checkpoint.folder_writer import FolderWriter
@@ -41,9 +43,33 @@ class FolderCheckpointStrategy(ExpertParallelMixin, ModelParallelStrategy):
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
         self.async_save = check_bool("async_save", async_save)
         self._writer: FolderWriter | None = None
+        # The Trainer whose hyperparameters are still to be logged.
+        self._unlogged: Trainer | None = None
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the parent strategies, and hold the hyperparameters back.
+
+        Lightning logs them after this, and loads the checkpoint of a resumed run, which replaces some, after that.
+        """
+        super().setup(trainer)
+        if trainer.enable_autolog_hparams:
+            self._unlogged, trainer.enable_autolog_hparams = trainer, False
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other ranks; after a checkpoint could be loaded, log the hyperparameters that were held back."""
+        super().barrier(name)
+        if name == RESUME_END and (trainer := self._release_hyperparameters()) is not None:
+            log_hyperparameters(trainer)
+
+    def _release_hyperparameters(self) -> Trainer | None:
+        trainer, self._unlogged = self._unlogged, None
+        if trainer is not None:
+            trainer.enable_autolog_hparams = True
+        return trainer
 
     def teardown(self) -> None:
         """Finish a checkpoint that is still being written, and tear down the parent strategies."""
+        self._release_hyperparameters()
         try:
             self.finish_saves()
         finally:

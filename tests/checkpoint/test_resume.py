@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fastft.callbacks.packed_training import PackedTraining
 from lightning_fastft.checkpoint.files import check_file
+from lightning_fastft.checkpoint.folders import METADATA
 from lightning_fastft.checkpoint.resume import ExactResume
 from lightning_fastft.checkpoint.settings import STATE, describe_differences
 from lightning_fastft.core.errors import ResumeError
@@ -183,20 +184,27 @@ def test_learning_rate_of_the_checkpoint_is_the_one_that_goes_on(tmp_path):
     assert {group["lr"] for group in trainer.optimizers[0].param_groups} == {1e-3}
 
 
-def test_a_resumed_run_records_the_options_that_it_took_from_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("strategy", ["fastft", "fastft_fsdp"])
+def test_a_resumed_run_records_the_options_that_it_took_from_the_checkpoint(strategy, tmp_path):
     """Its next checkpoint and its loggers; a later fit of the same tuner has its own options again."""
+    seed_everything(7, verbose=False)
     fit(tmp_path, tuner()).save_checkpoint(tmp_path / "a.ckpt")
     resumed, logger = tuner(learning_rate=1e-2, weight_decay=0.1), CSVLogger(tmp_path, version="resumed")
+    seed_everything(7, verbose=False)
     with pytest.warns(UserWarning, match="learning_rate was"):
-        fit(tmp_path, resumed, max_steps=2, ckpt_path=tmp_path / "a.ckpt", logger=logger).save_checkpoint(
-            tmp_path / "b.ckpt"
-        )
-    recorded = torch.load(tmp_path / "b.ckpt", weights_only=True)
+        fit(
+            tmp_path, resumed, strategy=strategy, max_steps=2, ckpt_path=tmp_path / "a.ckpt", logger=logger
+        ).save_checkpoint(tmp_path / "b.ckpt")
+    saved = tmp_path / "b.ckpt"
+    recorded = torch.load(saved / METADATA if saved.is_dir() else saved, weights_only=True)
     assert recorded["hyper_parameters"]["learning_rate"] == recorded[STATE]["settings"]["learning_rate"] == 1e-3
     assert recorded["hyper_parameters"]["weight_decay"] is None
     assert "learning_rate: 0.001\n" in (Path(logger.log_dir) / "hparams.yaml").read_text()
-    again = fit(tmp_path, resumed)
+    logger = CSVLogger(tmp_path, version="again")
+    again = fit(tmp_path, resumed, strategy=strategy, logger=logger)
     assert again.optimizers[0].param_groups[0]["initial_lr"] == resumed.hparams["learning_rate"] == 1e-2
+    assert "learning_rate: 0.01\n" in (Path(logger.log_dir) / "hparams.yaml").read_text()
+    assert again.enable_autolog_hparams
 
 
 @pytest.mark.parametrize("lora", [{"r": 8}, None])

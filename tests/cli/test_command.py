@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import transformers
 import yaml
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -20,6 +21,7 @@ import lightning_fastft.cli.command as command_module
 from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.cli import doctor, main
+from lightning_fastft.cli.demo import describe_losses
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.signatures import read_options
@@ -300,6 +302,16 @@ def test_demo_in_a_folder_that_cannot_be_written_to_is_refused(folder, answer):
     status, text = answer(["demo"])
     assert status == 1
     assert f"The demo cannot write to runs/demo: {folder / 'runs'} is a file" in text
+
+
+def test_demo_of_few_steps_says_what_its_loss_is_the_mean_of_and_why_it_fails():
+    text, has_learned = describe_losses(torch.tensor([6.0, 5.0, 4.0]))
+    assert text.startswith("Training loss: 6.000 at the first step, 5.000 over the last 3 of 3 steps.")
+    assert "exit status is 1" in text
+    assert not has_learned
+    text, has_learned = describe_losses(torch.tensor([6.0] * 20 + [2.0] * 20))
+    assert text == "Training loss: 6.000 at the first step, 2.000 over the last 20 of 40 steps."
+    assert has_learned
 
 
 def test_last_is_a_word_and_no_file(folder):

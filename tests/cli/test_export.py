@@ -3,6 +3,8 @@ behind.
 """
 
 import json
+import shlex
+import subprocess
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from lightning_fastft.checkpoint.folders import save_folder
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.export import WITHOUT_GGUF
 from lightning_fastft.cli.trained import opening, writing
+from lightning_fastft.cli.trained.gguf import SCRIPT
 from lightning_fastft.core.errors import CheckpointNotSavedError, UnsupportedModelError
 from lightning_fastft.hf import export
 from lightning_fastft.strategies.registry import register_strategies
@@ -467,8 +470,29 @@ def test_gguf_without_the_head_of_a_model_is_refused(family, is_kept, folder, an
     status, text = answer(["export", "untied", "out", "--gguf", "f32"])
     assert status == (WITHOUT_GGUF if is_kept else 1)
     assert is_kept or ("drop the head" in text and "No GGUF file yet" not in text)
+    status, text = answer(["export", "untied", "out", "--gguf", "f32"])
+    assert (status, "drop the head" in text, SCRIPT in text) == (1, not is_kept, is_kept)
     assert AutoModelForCausalLM.from_pretrained("out").lm_head.weight.shape[0] == VOCAB_SIZE
     assert answer(["export", "tied", "other", "--gguf", "f32"])[0] == WITHOUT_GGUF
+
+
+@pytest.mark.parametrize("words", [["--gguf", "f32"], ["--gguf", "f32", "--ollama"]])
+def test_a_second_call_says_how_to_convert_what_the_first_one_left(words, folder, answer):
+    build_tiny("qwen3").save_pretrained("base")
+    assert answer(["export", "base", "out", *words])[0] == WITHOUT_GGUF
+    clone = folder / "clone"
+    clone.mkdir()
+    (clone / SCRIPT).write_text("import sys\nopen(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write(b'GGUF')\n")
+    status, text = answer(["export", "base", "out", *words, "--llama-cpp", "clone"])
+    assert status == 1
+    command = next(line for line in text.splitlines() if SCRIPT in line)
+    subprocess.run(shlex.split(command), check=True)
+    assert (folder / "out/out-f32.gguf").read_bytes() == b"GGUF"
+    for others in (words, ["--gguf", "f16"] if "--ollama" not in words else ["--ollama"]):
+        status, text = answer(["export", "base", "out", *others])
+        assert status == 1
+        # A Modelfile of another GGUF file is written only with a new folder.
+        assert (SCRIPT in text) == (others == ["--gguf", "f16"])
 
 
 @pytest.mark.slow

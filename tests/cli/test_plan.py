@@ -270,6 +270,24 @@ def test_the_policy_of_the_config_is_planned_on_a_cluster(plan, folder):
     assert "does not fit" in plan(*words, "--config", "keep.yaml").splitlines()[4]
 
 
+def test_the_placement_of_adapters_of_the_config_is_planned_on_a_cluster(plan, folder):
+    """Sharded ones take less memory, and no all-reduce that nothing overlaps with."""
+    rows = {}
+    for adapters in ("auto", "replicate", "shard"):
+        given = f"{{class_path: lightning_fastft.FastFTFSDPStrategy, init_args: {{adapters: {adapters}}}}}"
+        (folder / f"{adapters}.yaml").write_text(f"trainer: {{strategy: {given}}}")
+        words = ["--config", f"{adapters}.yaml", "--model.lora.r", "256"]
+        lines = plan("--gpu", "4090", "--gpus", "8", *words).splitlines()[4:]
+        # Without the mark of the fastest and the reason.
+        rows[adapters] = [re.split(" {2,}", line[2:])[:-1] for line in lines]
+    assert rows["auto"] == rows["replicate"]
+    for whole, sharded in zip(rows["replicate"], rows["shard"]):
+        (name, *_, whole_gib), (*_, sharded_gib) = whole, sharded
+        assert name == sharded[0]
+        assert (whole == sharded) == name.startswith("DDP")
+        assert name.startswith("DDP") or float(whole_gib.split()[0]) > float(sharded_gib.split()[0])
+
+
 def test_shards_that_are_not_counted_are_said(plan, folder):
     (folder / "shards.yaml").write_text(f"{strategy('FSDP')[:-1]}, accelerator: cpu, devices: 4}}")
     assert "shards of fastft_fsdp are not counted" in plan("--gpu", "4090", "--config", "shards.yaml")

@@ -124,8 +124,17 @@ def test_folders_that_cannot_be_converted_say_why(folder, tmp_path):
     with pytest.raises(OptionError, match=f"litgpt merge_lora {folder}"):
         convert_litgpt(folder, out)
     (folder / "lit_model.pth.lora").unlink()
-    with pytest.raises(OptionError, match="no LitGPT checkpoint"):
+    with pytest.raises(OptionError, match=r"not a LitGPT checkpoint: it has no lit_model\.pth"):
         convert_litgpt(folder, out)
+    with pytest.raises(OptionError, match=r"There is no folder .*nothing"):
+        convert_litgpt(tmp_path / "nothing", out)
+
+
+def test_a_folder_of_both_formats_is_said_to_be_one(folder, tmp_path):
+    """``litgpt download`` leaves the safetensors files that it read."""
+    (folder / "model.safetensors").touch()
+    with pytest.raises(OptionError, match=rf"has safetensors files too.* --model.model {folder}"):
+        convert_litgpt(folder, tmp_path / "out")
 
 
 def test_a_fine_tuner_answers_with_the_command(folder):

@@ -773,7 +773,7 @@ def test_module_of_anybodys_under_a_foreign_strategy(tmp_path):
         None,
         None,
         None,
-        8,
+        16,
     )
     assert "unknown" in Page(text).text
     assert {part["kind"] for part in data["times"]["parts"] if part["mean_ms"] > 0} == {
@@ -782,6 +782,75 @@ def test_module_of_anybodys_under_a_foreign_strategy(tmp_path):
         "backward",
         "optimizer",
     }
+
+
+class ByHand(PlainModule):
+    """Steps with each of its optimizers num_steps times in each window of batches, and returns the loss of a batch."""
+
+    automatic_optimization = False
+
+    def __init__(self, *, num_steps=1, num_optimizers=1, num_summed=1):
+        super().__init__(tiny_llama())
+        self.num_steps, self.num_optimizers, self.num_summed, self.losses = num_steps, num_optimizers, num_summed, []
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.num_optimizers)]
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        for optimizer in (optimizers if isinstance(optimizers, list) else [optimizers]) * self.num_steps:
+            loss = self.model(**batch).loss
+            self.manual_backward(loss / self.num_summed)
+            if (batch_idx + 1) % self.num_summed == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+        return loss.detach()
+
+
+@pytest.mark.parametrize("options", [{"num_steps": 2}, {"num_optimizers": 2}])
+def test_steps_are_those_of_lightning_where_a_batch_has_two_by_hand(tmp_path, options):
+    module = ByHand(**options)
+    report = RunReport(tmp_path / "run.html", profile_step=3)
+    fit(tmp_path, module, report, loader=(packed_loader(8), packed_loader(1)), max_steps=16)
+    data, text = read(tmp_path)
+    head, page = data["head"], " ".join(Page(text).text.split())
+    assert (head["num_steps"], head["last_step"], head["num_batches"]) == (16, 16, 8)
+    assert [point[:2] for point in data["curves"]["loss"]["points"]] == [[2 * step] * 2 for step in range(8)]
+    assert data["validation"]["step"] == 16
+    rates = [[point[0] for point in rate["points"]] for rate in data["learning_rates"]]
+    assert rates == ([[*range(0, 16, 2)], [*range(1, 16, 2)]] if module.num_optimizers == 2 else [[*range(16)]])
+    assert (data["profile"]["step"], data["waits"]["num_steps"]) == (6, 1)
+    assert head["first_loss"] == pytest.approx(sum(module.losses[:2]) / 2)
+    assert "means of the first 2 and the last 2 batches; the first batch alone" in page
+    for sentence in ("Each point is one batch.", "watched batch."):
+        assert sentence in page
+
+
+def test_steps_of_a_resumed_run_that_steps_twice_in_a_batch_follow_those_of_the_checkpoint(tmp_path):
+    trainer = fit(tmp_path, ByHand(num_steps=2), loader=packed_loader(4), max_steps=8)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match="max_steps was 8 and is 16"):
+        fit(tmp_path, ByHand(num_steps=2), loader=packed_loader(8), max_steps=16, ckpt_path=tmp_path / "a.ckpt")
+    data, _ = read(tmp_path)
+    assert (data["resumed"]["step"], data["head"]["num_steps"], data["head"]["last_step"]) == (8, 8, 16)
+    assert [point[0] for point in data["curves"]["loss"]["points"]] == [8, 10, 12, 14]
+
+
+def test_gradients_summed_by_hand_have_the_mean_loss_and_a_profile_of_the_step(tmp_path, monkeypatch):
+    rows = [{"input_ids": [*range(1, 20)], "labels": [*range(1, 20)]} for _ in range(12)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = quiet_data(tmp_path / "train.jsonl", max_tokens=20)
+    module, report = ByHand(num_summed=3), RunReport(tmp_path / "run.html", profile_step=1)
+    stop, read_after = run_report.StepProfile.stop, []
+    monkeypatch.setattr(
+        run_report.StepProfile, "stop", lambda profile: (read_after.append(len(module.losses)), stop(profile))[1]
+    )
+    fit(tmp_path, module, report, loader=(data,), max_steps=4)
+    report, _ = read(tmp_path)
+    losses = [point[2] for point in report["curves"]["loss"]["points"]]
+    assert losses == pytest.approx([sum(module.losses[first : first + 3]) / 3 for first in range(0, 12, 3)])
+    assert (read_after, report["profile"]["step"]) == ([6], 1)
 
 
 def test_plan_is_drawn_layer_by_layer(tmp_path):

@@ -36,10 +36,20 @@ def check_head(folder: Path) -> None:
         )
 
 
+def find_script(llama_cpp: str) -> str | None:
+    """Return the path of llama.cpp's script in a clone, or on PATH if none is given; None if it is not there."""
+    return str(Path(llama_cpp) / SCRIPT) if llama_cpp else shutil.which(SCRIPT)
+
+
+def conversion_command(folder: Path, file: Path, *, type_name: str, llama_cpp: str) -> list[str]:
+    """Return the words that convert a folder, with a place to fill in for a script that is not found."""
+    found = find_script(llama_cpp)
+    python = [sys.executable] if found else ["python"]
+    return [*python, found or f"llama.cpp/{SCRIPT}", str(folder), "--outfile", str(file), "--outtype", type_name]
+
+
 def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str) -> str:
     """Write a GGUF file, where llama.cpp's script is found; the file gets its name when it is complete.
-
-    The script is searched on PATH, or in a clone of llama.cpp if one is given.
 
     Returns:
         The command to run where the script is not found, else "".
@@ -47,10 +57,8 @@ def convert_to_gguf(folder: Path, file: Path, *, type_name: str, llama_cpp: str)
     Raises:
         FastFTError: The script failed; the message has the end of its output.
     """
-    found = str(Path(llama_cpp) / SCRIPT) if llama_cpp else shutil.which(SCRIPT)
-    python = [sys.executable] if found else ["python"]
-    command = [*python, found or f"llama.cpp/{SCRIPT}", str(folder), "--outfile", str(file), "--outtype", type_name]
-    if not found:
+    command = conversion_command(folder, file, type_name=type_name, llama_cpp=llama_cpp)
+    if not find_script(llama_cpp):
         return shlex.join(command)
     with part_beside(file) as part:
         command[command.index("--outfile") + 1] = str(part)

@@ -68,8 +68,15 @@ def convert_litgpt(folder: Path, out: Path) -> tuple[str, int, int, bool]:
 
 def _check_files(folder: Path) -> None:
     """Refuse a folder that cannot be converted, before anything is loaded."""
+    if not folder.is_dir():
+        raise OptionError(f"There is no folder {folder} (searched from {Path.cwd()}). Give a LitGPT checkpoint.")
+    if find_litgpt(str(folder)) is None and any((folder / name).is_file() for name in (WEIGHTS, LORA_WEIGHTS)):
+        raise OptionError(
+            f"{folder} has safetensors files too, which are read as they are: --model.model {folder}. If its weights "
+            "in LitGPT's format are other ones, move the *.safetensors files away."
+        )
     if find_litgpt(str(folder)) is None:
-        raise OptionError(f"{folder} is no LitGPT checkpoint: it has no {WEIGHTS}.")
+        raise OptionError(f"{folder} is not a LitGPT checkpoint: it has no {WEIGHTS}.")
     if not (folder / WEIGHTS).is_file():
         raise OptionError(
             f"{folder} has only LoRA weights ({LORA_WEIGHTS}). Merge them first: litgpt merge_lora {folder}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_fastft.monitor.report.style import show_number
+from lightning_fastft.monitor.report.style import inflect, show_number
 
 _LOSS, _VALIDATION_LOSS = "Loss", "val_loss"
 _LOADER = "/dataloader_idx_"
@@ -38,7 +38,7 @@ def make_charts(data: Mapping[str, Any]) -> list[Chart]:
             [("", speed["points"])],
             ",.0f",
             _last(speed["points"]),
-            [_describe_points(speed, "micro-batch", "es"), *of_rank_0],
+            [_describe_points(speed, "micro-batch"), *of_rank_0],
         ),
         Chart("Learning rate", rates, ".4g", _last(rates[0][1]) if len(rates) == 1 else ()),
         *(
@@ -63,7 +63,7 @@ def _last(points: Points) -> list[tuple[str, float]]:
 def _chart_loss(data: Mapping[str, Any], validations: Sequence[Mapping[str, Any]]) -> Chart:
     """Return the chart of the training loss with the validation losses."""
     loss, num_ranks = data["curves"]["loss"], data["head"]["num_ranks"]
-    notes = [_describe_points(loss, "optimizer step", "s")]
+    notes = [_describe_points(loss, "optimizer step" if data["head"]["unit"] == "step" else "batch")]
     if loss["num_not_finite"]:
         notes.append(
             show_number(loss["num_not_finite"], "d")
@@ -89,13 +89,17 @@ def _chart_logged(values: Mapping[str, Any], head: Mapping[str, Any], of_rank_0:
     """Return the chart of a value that training logged."""
     ends = [(when, values[when]) for when in ("first", "final") if values[when] is not None]
     number = head["num_loss_steps"]
-    note = "First and final are means over " + show_number(number, "d") + (" step." if number == 1 else " steps.")
+    note = "First and final are means over " + show_number(number, "d") + f" {inflect(number, head['unit'])}."
     return Chart(values["name"], [("", values["points"])], ".4g", ends, [note, *of_rank_0])
 
 
-def _describe_points(curve: Mapping[str, Any], value: str, plural: str) -> str:
+def _describe_points(curve: Mapping[str, Any], value: str) -> str:
     """Return a sentence about the points of a curve."""
     number = curve["values_per_point"]
     if number == 1:
         return f"Each point is one {value}."
-    return "Each point is the mean of " + show_number(number, "d") + f" consecutive {value}{plural}; none is left out."
+    return (
+        "Each point is the mean of "
+        + show_number(number, "d")
+        + f" consecutive {inflect(number, value)}; none is left out."
+    )

@@ -62,7 +62,7 @@ def collect(
             "tokens_per_s": run.times.rate(),
         }
     ]
-    profiled_step = None if profile_step is None else run.first_step + profile_step
+    profiled_step = None if profile_step is None else run.first_step + run.profiled_step
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
@@ -107,6 +107,8 @@ def _head(run: RunRecord, trainer: Trainer, *, ranks: list[dict[str, Any]]) -> d
         "seconds": time.monotonic() - run.began_s,
         "num_steps": run.step,
         "last_step": trainer.global_step,
+        # What losses and host syncs are counted by. With manual optimization a batch may have several optimizer steps.
+        "unit": "step" if run.num_windows == run.step else "batch",
         "num_batches": run.num_batches,
         "tokens_per_s": sum(rates) if all(rate is not None for rate in rates) else None,
         "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks),
@@ -160,8 +162,8 @@ def _describe_learning_rates(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _num_ends(run: RunRecord) -> int:
-    """Return how many steps first and final values are means of: at most a quarter of the run each."""
-    return max(1, min(NUM_ENDS, run.step // 4))
+    """Return how many steps or batches first and final values are means of: at most a quarter of the run each."""
+    return max(1, min(NUM_ENDS, run.num_windows // 4))
 
 
 def _curves(run: RunRecord, trainer: Trainer) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def describe_profile(trace: StepTrace | None, *, step: int | None, is_cuda: bool
         asked = (
             "No step was asked for: profile_step is None."
             if step is None
-            else f"The run ended before step {step}, which was to be profiled."
+            else "The run ended before the step that was to be profiled."
         )
         return {"step": None, "why_not": why_not or asked}
     kernels, copies, names = trace

@@ -33,7 +33,7 @@ _BODY = """<!doctype html>
   ({{ head.memory_of }})</span></div>
 <div class="tile"><b>{{ head.final_loss | number(".4g") }}</b><span>loss{% if head.first_loss is not none %},
 mean of the last {{ head.num_loss_steps | number("d") }}
-{{ "step" if head.num_loss_steps == 1 else "steps" }}; of the first {{ head.first_loss | number(".4g") }}{% endif
+{{ head.num_loss_steps | inflect(head.unit) }}; of the first {{ head.first_loss | number(".4g") }}{% endif
   %}</span></div>
 <div class="tile"><b>{{ head.num_steps | number(",d") }}</b><span>optimizer steps in {{ head.seconds | number(",.0f")
   }} s{% if resumed %}, from step
@@ -168,10 +168,9 @@ to the host, {{ profile.h2d_gib | number(".2f") }} GiB to the device).
 </table></div></section>{% endif %}
 
 {% if waits.num_steps %}<section class="wide"><h2>Where the host waits for the device</h2>
-{% if waits.rows %}<p>Waits per step: {{ waits.per_step | number("g") }}, over {{ waits.num_steps | number("d") }}
-  watched
-{{ "step" if waits.num_steps == 1 else "steps" }}.</p>
-<div class="scroll"><table><tr><th class="number">a step</th><th>line</th><th>what to do</th></tr>
+{% if waits.rows %}<p>Waits per {{ head.unit }}: {{ waits.per_step | number("g") }}, over
+{{ waits.num_steps | number("d") }} watched {{ waits.num_steps | inflect(head.unit) }}.</p>
+<div class="scroll"><table><tr><th class="number">a {{ head.unit }}</th><th>line</th><th>what to do</th></tr>
 {% for row in waits.rows %}<tr><td class="number">{{ row.per_step | number("g") }}</td><td class="text"><code>{{
   row.place }}</code><br>
 <code>{{ row.text }}</code><br>
@@ -179,7 +178,7 @@ to the host, {{ profile.h2d_gib | number(".2f") }} GiB to the device).
   class="text">{{ row.remedy }}</td>
 </tr>{% endfor %}
 </table></div>{% else %}<p>Nowhere: no wait in {{ waits.num_steps | number("d") }} watched
-{{ "step" if waits.num_steps == 1 else "steps" }}.</p>{% endif %}
+{{ waits.num_steps | inflect(head.unit) }}.</p>{% endif %}
 {% if waits.is_prediction %}<p class="soft">The run was on a CPU: these are the waits that the same code would have on
   a GPU.</p>{% endif %}
 </section>{% endif %}

@@ -39,6 +39,7 @@ class RunRecord:
         device: Device of this rank.
         first_step: Optimizer step at which this fit began.
         step: Optimizer steps of this fit so far.
+        num_windows: Windows of micro-batches that ended with an optimizer step, or with several by hand.
         num_batches: Micro-batches of this fit so far.
         source: Checkpoint from which the run was resumed.
         losses: Loss of each optimizer step.
@@ -50,6 +51,7 @@ class RunRecord:
         packs: Fill of the packs.
         times: Times of the micro-batches.
         trace: The profiled step.
+        profiled_step: Its number in this fit.
         why_no_trace: Why no step was profiled, if known.
         detector: Watches a step for host syncs.
         plans: Memory plans, and the costs that they are made from.
@@ -62,6 +64,7 @@ class RunRecord:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     first_step: int = 0
     step: int = 0
+    num_windows: int = 0
     num_batches: int = 0
     source: str | None = None
     losses: StepLosses = field(default_factory=StepLosses)
@@ -73,6 +76,7 @@ class RunRecord:
     packs: PackSums = field(default_factory=PackSums)
     times: BatchTimes = field(default_factory=lambda: BatchTimes(num_warmup=_NUM_WARMUP))
     trace: StepTrace | None = None
+    profiled_step: int = 0
     why_no_trace: str = ""
     detector: HostWaitDetector | None = None
     plans: list[tuple[StepCost, Plan]] = field(default_factory=list)
@@ -96,11 +100,11 @@ class RunRecord:
 
     def add_losses(self, arrived: list[tuple[Any, torch.Tensor]]) -> None:
         """Add losses and logged values whose copies to the host are complete."""
-        for (step, num_micro_batches, is_planned, is_last, names), values in arrived:
+        for (step, num_micro_batches, has_window, is_last, names), values in arrived:
             # The values are in host memory, so this is not a host sync.
             loss, *others = map(float, values)
             # Losses of a planned window have their mean over a whole one, also where the window is shorter.
-            divisor = num_micro_batches if is_planned else None
+            divisor = num_micro_batches if has_window else None
             self.losses.add(step, loss * num_micro_batches, is_last=is_last, num_micro_batches=divisor)
             for name, value in zip(names, others):
                 self.values.setdefault(name, StepLosses()).add(step, value, is_last=False)

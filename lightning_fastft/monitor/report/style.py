@@ -99,7 +99,7 @@ i.between, .stack .between { background: var(--red); } i.other, i.recomputed { b
 def make_environment() -> Environment:
     """Return the environment of the pages of this package: everything is escaped, and names must be known."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters.update(number=show_number, percent=_show_percent)
+    environment.filters.update(number=show_number, percent=_show_percent, inflect=inflect)
     return environment
 
 
@@ -108,6 +108,11 @@ def show_number(value: float | None, form: str) -> str:
     if value is None:
         return "unknown"
     return _show(value, format(value, form))
+
+
+def inflect(number: int, noun: str) -> str:
+    """Return the noun in the singular for 1, otherwise in the plural."""
+    return noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
 
 
 def _show_percent(share: float) -> str:

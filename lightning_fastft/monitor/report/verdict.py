@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_fastft.monitor.report.style import inflect
+
 # Shares worth a sentence: of the time between micro-batches, and of the unused room in packs.
 _DATA_SHARE = 0.1
 _EMPTY_SHARE = 0.1
@@ -42,7 +44,7 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     # Logged steps are few; only the table has their syncs.
     per_step = sum(row["per_step"] for row in data["waits"].get("rows", ()) if not row["is_logging"])
     if per_step:
-        times = f"{per_step:g} {'time' if per_step == 1 else 'times'} a step"
+        times = f"{per_step:g} {'time' if per_step == 1 else 'times'} a {head['unit']}"
         warn.append(
             f"{'On a GPU the host would wait' if data['waits']['is_prediction'] else 'The host waited'} {times}; the "
             "table names the lines."
@@ -120,11 +122,11 @@ def _describe_change(first: float, final: float) -> str:
 
 def _describe_means(head: Mapping[str, Any], *, first_step: bool = True) -> str:
     """Return of how many steps the first and the final value are means, and the loss of the first step."""
-    number = head["num_loss_steps"]
+    number, unit = head["num_loss_steps"], head["unit"]
     if number == 1:
-        return "(the first and the last step)"
-    alone = f"; the first step alone {head['first_step_loss']:.4g}" if first_step else ""
-    return f"(means of the first {number} and the last {number} steps{alone})"
+        return f"(the first and the last {unit})"
+    alone = f"; the first {unit} alone {head['first_step_loss']:.4g}" if first_step else ""
+    return f"(means of the first {number} and the last {number} {inflect(number, unit)}{alone})"
 
 
 def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
@@ -147,5 +149,4 @@ def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
 
 
 def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number:,} {noun if number == 1 else plural}"
+    return f"{number:,} {inflect(number, noun)}"

@@ -1,8 +1,12 @@
 """A source is named without being loaded, and an impossible one is refused."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from typing import ClassVar
 
+import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -67,12 +71,88 @@ def test_impossible_sources_are_refused():
         _ = ModelSource({"vocab_size": 3}, init="random").config
 
 
+class Hub(BaseHTTPRequestHandler):
+    """Has the configuration of org/model."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self):
+        self.asked.append(self.path)
+        is_there = self.path == "/org/model/resolve/main/config.json"
+        body = json.dumps(CONFIG).encode() if is_there else b""
+        self.send_response(200 if is_there else 404)
+        for key, value in {"ETag": '"1"', "X-Repo-Commit": "0" * 40, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        if not is_there:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args):
+        pass
+
+
+def connect_hub(monkeypatch, port):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    template = f"http://127.0.0.1:{port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub with an empty cache, asked from a folder that has folders of the owners' names."""
+    Hub.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    connect_hub(monkeypatch, server.server_port)
+    monkeypatch.chdir(tmp_path)
+    for name in ("org", "runs"):
+        (tmp_path / name).mkdir()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_hub_id_is_read_where_a_folder_has_the_name_of_its_owner(hub, monkeypatch):
+    assert ModelSource("org/model", init="random").config.vocab_size == CONFIG["vocab_size"]
+    Hub.asked.clear()
+    with pytest.raises(OptionError, match="not a local folder and is not a valid model identifier"):
+        _ = ModelSource("runs/nothing").config
+    assert any("runs/nothing" in path for path in Hub.asked)
+    # What the cache has needs no hub.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert ModelSource("org/model", init="random").config.vocab_size == CONFIG["vocab_size"]
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_for_a_name_below_a_folder(monkeypatch, tmp_path):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    connect_hub(monkeypatch, 9)
+    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: pytest.fail("asked again"))
+    for read in (lambda: ModelSource("runs/nothing").config, ModelSource("runs/nothing").load_tokenizer):
+        with pytest.raises(
+            OptionError, match=r"no folder or file 'runs/nothing' .* and the hub cannot .* Correct model"
+        ):
+            read()
+
+
 @pytest.mark.parametrize("name", ["./nothing", "nothing/", "runs/nothing/", "a/b/c"])
 def test_paths_to_nothing_are_not_asked_of_the_hub(name):
     with pytest.raises(OptionError, match="There is no folder or file"):
         _ = ModelSource(name).config
     with pytest.raises(OptionError, match=r"There is no folder or file .*Correct model"):
         ModelSource(name).load_tokenizer()
+
+
+def test_a_file_of_a_configuration_is_not_asked_of_the_hub():
+    with pytest.raises(OptionError, match=r"no folder or file 'nothing\.json'"):
+        _ = ModelSource("nothing.json", init="random").config
 
 
 def test_configuration_given_is_not_changed():
