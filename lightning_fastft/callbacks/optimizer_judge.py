@@ -10,14 +10,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fastft.core.async_reader import AsyncScalarReader
-from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.core.errors import NotTrainingError, list_names
 from lightning_fastft.kernels.adamw_step.rows import local_values
 from lightning_fastft.training.optimizer import FusedAdamW
 
 # A run that ends early is checked if it has at least this many steps: LoRA's A gets its first gradient in the second
 # step, because B starts at zero.
 FEWEST_STEPS_TO_JUDGE = 3
-NUM_NAMES_SHOWN = 5
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -253,17 +252,6 @@ class OptimizerJudge:
             "token or no unequal rewards, and "
             f"{self._num_skipped} were skipped because the training step returned nothing"
         )
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Return the first names and the number of further ones.
-
-    Example:
-        >>> list_names(["a", "b"])
-        'a, b'
-    """
-    shown = ", ".join(names[:NUM_NAMES_SHOWN])
-    return shown if len(names) <= NUM_NAMES_SHOWN else f"{shown}, and {len(names) - NUM_NAMES_SHOWN} more"
 
 
 def _checksums(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

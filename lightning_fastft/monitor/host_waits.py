@@ -10,12 +10,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.core.checks import check_choice, check_int
-from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.core.errors import FastFTError, OptionError, count
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.report.waits import HOST_READERS, HostWait, WaitRecorder, order_waits
 from lightning_fastft.strategies.patching import patcher_of
-from lightning_fastft.training.data.describe import count
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
