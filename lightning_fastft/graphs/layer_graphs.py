@@ -148,7 +148,8 @@ class LayerGraphs:
             return Status(
                 STATUS_NAME,
                 "active",
-                f"{num_recorded} recordings of {len(self._layers)} layers, {count(len(self.pack_buckets), 'pack bucket')}{seen}",
+                f"{num_recorded} recordings of {len(self._layers)} layers, "
+                f"{count(len(self.pack_buckets), 'pack bucket')}{seen}",
             )
         if self._last_status is not None:
             return self._last_status

@@ -74,7 +74,8 @@ def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, acc
         >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4).partition(" (1 rank")[0]
         'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs'
     """
-    split = f" ({num_packs - num_extra_packs:,} packed, {num_extra_packs:,} more by splitting)" if num_extra_packs else ""
+    num_packed = num_packs - num_extra_packs
+    split = f" ({num_packed:,} packed, {num_extra_packs:,} more by splitting)" if num_extra_packs else ""
     num_per_step = world_size * accumulate
     steps = f"{count(num_packs // num_per_step, 'optimizer step')} of {count(num_per_step, 'pack')}"
     return (
