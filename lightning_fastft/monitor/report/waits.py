@@ -49,7 +49,9 @@ _LOOP = os.path.join("loops", "training_epoch_loop.py")
 _CONNECTOR = "logger_connector"
 # Lightning copies a number given to self.log to the device of the module here.
 _TO_TENSOR = ("__to_tensor", os.path.join("core", "module.py"))
-_LOG_REMEDY = "Lightning copies the number to the device: give self.log a tensor on the host, torch.tensor(float(number))"
+_LOG_REMEDY = (
+    "Lightning copies the number to the device: give self.log a tensor on the host, torch.tensor(float(number))"
+)
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 # Batches are made in a fetcher of Lightning, or in our thread that reads ahead.
 _FETCHERS = (os.path.join("loops", "fetchers.py"), os.path.join("packing", "stream.py"))
