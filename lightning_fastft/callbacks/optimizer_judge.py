@@ -74,7 +74,7 @@ class OptimizerJudge:
         self._has_rate = [False] * len(watched)
         self._num_steps = self._num_judged = self._num_without_rate = self._num_without_labels = self._num_skipped = 0
         self._has_warned = False
-        self._copies = AsyncScalarReader()
+        self._reader = AsyncScalarReader()
         self._last = torch.zeros(3, len(watched), dtype=torch.bool)
         if watched:
             self._device = self._parameters[0].device
@@ -85,7 +85,7 @@ class OptimizerJudge:
     def close(self) -> None:
         """Stop watching the optimizer and free the tensors on the device."""
         self._handle.remove()
-        self._copies.clear()
+        self._reader.clear()
 
     def judge(self) -> None:
         """Check the results of earlier steps that have arrived on the host.
@@ -94,7 +94,7 @@ class OptimizerJudge:
             NotTrainingError: A gradient was not finite, or a tensor has no gradient or did not move by the last checked
                 step.
         """
-        self._read(self._copies.poll())
+        self._read(self._reader.poll())
 
     def finish(self) -> None:
         """Check a run that ended before num_steps, if it had enough steps; one host sync.
@@ -102,7 +102,7 @@ class OptimizerJudge:
         Raises:
             NotTrainingError: A tensor had no gradient or did not move, or no step could train at all.
         """
-        self._read(self._copies.wait())
+        self._read(self._reader.wait())
         if self.is_done:
             return
         if self._num_judged >= FEWEST_STEPS_TO_JUDGE:
@@ -170,7 +170,7 @@ class OptimizerJudge:
             torch.distributed.all_reduce(seen_by_all, torch.distributed.ReduceOp.MAX)
             seen_3P = seen_by_all.bool()
         self._seen_3P = self._seen_3P | seen_3P
-        self._copies.push((self._num_judged, self._num_steps), self._seen_3P)
+        self._reader.push((self._num_judged, self._num_steps), self._seen_3P)
 
     def _find_finite_state(self) -> torch.Tensor:
         """Return per parameter whether its optimizer state is finite; 8-bit moments by the scales of their blocks."""

@@ -21,7 +21,7 @@ from lightning_fastft.training.data.describe import (
 )
 
 if TYPE_CHECKING:
-    from lightning_fastft.packing.stream import DocumentSubset
+    from lightning_fastft.packing.loader import DocumentSubset
     from lightning_fastft.training.data.splits import SplitDataModule
 
 TITLE = "Data: "

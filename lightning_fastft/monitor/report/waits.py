@@ -54,7 +54,7 @@ _LOG_REMEDY = (
 )
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 # Batches are made in a fetcher of Lightning, or in our thread that reads ahead.
-_FETCHERS = (os.path.join("loops", "fetchers.py"), os.path.join("packing", "stream.py"))
+_FETCHERS = (os.path.join("loops", "fetchers.py"), os.path.join("packing", "loader.py"))
 _SITES = ("site-packages", "dist-packages")
 _ROOTS = tuple(
     os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent))

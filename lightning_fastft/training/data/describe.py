@@ -15,7 +15,7 @@ from lightning_fastft.packing.packs import Packs, split_to_multiple
 from lightning_fastft.packing.store.report import IngestReport
 
 if TYPE_CHECKING:
-    from lightning_fastft.packing.stream import DocumentSubset
+    from lightning_fastft.packing.loader import DocumentSubset
     from lightning_fastft.training.data.splits import SplitDataModule
 
 MARKS = ("⟦", "⟧")

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.parsing import AttributeDict
 
 from lightning_fastft.core.errors import FastFTError, count
+from lightning_fastft.packing.loader import ENDLESS, PackedLoader
 from lightning_fastft.packing.reading.sources import is_dataset
-from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.training.hyperparameters import to_logged
 
 
