@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_fastft.monitor.report.copies import CopyUse, StepProfile, copy_use
+from lightning_fastft.monitor.report.step_profile import CopyUse, StepProfile, copy_use
 
 
 class CopyProfile:

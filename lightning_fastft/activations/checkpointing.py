@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.core.status import Status
 
 Policy = Literal["auto", "keep", "offload", "recompute"]
-_POLICIES = ("auto", "keep", "offload", "recompute")
 STATUS_NAME = "activations"
 MEMORY_STATUS = "device memory"
 # One pebibyte; a larger value was probably given in bytes.
@@ -90,7 +89,7 @@ class OffloadCheckpointing:
         weights: Literal["auto", "resident", "stream"] = "auto",
         mlp_tiles: int | Literal["auto"] = "auto",
     ) -> None:
-        self.policy = check_choice("policy", policy, _POLICIES)
+        self.policy = check_choice("policy", policy, get_args(Policy))
         if policy != "auto" and (not isinstance(vram_budget, str) or vram_budget != "auto"):
             raise OptionError(
                 f"vram_budget={vram_budget!r} applies to policy 'auto' only; policy {policy!r} does not use it."

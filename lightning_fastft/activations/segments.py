@@ -358,7 +358,7 @@ class Session:
             allocation = self._engine.store(self._group, tensor)
             if allocation is not None:
                 return partial(self._engine.load, allocation)
-        return partial(_unchanged, tensor, name, tensor._version)
+        return partial(_take_unwritten, tensor, name, tensor._version)
 
 
 class InnerSession(Session):
@@ -369,7 +369,7 @@ class InnerSession(Session):
         return compute()
 
 
-def _unchanged(tensor: torch.Tensor, name: str, version: int) -> torch.Tensor:
+def _take_unwritten(tensor: torch.Tensor, name: str, version: int) -> torch.Tensor:
     """Return a tensor that was kept on the device, unless it was written to since."""
     if tensor._version != version:
         raise SwapError(

@@ -33,7 +33,8 @@ from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.phases import phase
 from lightning_fastft.core.run_environment import RunEnvironment
 from lightning_fastft.planner.picture import render_plan
-from lightning_fastft.planner.step import StepCost
+from lightning_fastft.planner.plan import note_host_room
+from lightning_fastft.planner.step import StepCost, uniform_plan
 
 
 class SegmentStack(PlannedStack):
@@ -201,12 +202,8 @@ class SegmentStack(PlannedStack):
         most = len(self.segments) - 1
         num_hosted = min(most, budget // align(self._longest_bytes))
         while True:
-            plan = [
-                RECOMPUTE._replace(input_place="host" if index < num_hosted else "device")
-                for index in range(len(self.segments))
-            ]
             try:
-                self.follow(plan, device=device)
+                self.follow(uniform_plan(len(self.segments), "offload", num_hosted=num_hosted), device=device)
                 break
             except HostMemoryError as error:
                 if num_hosted == 0:
@@ -216,7 +213,7 @@ class SegmentStack(PlannedStack):
                 )
                 num_hosted //= 2
         if num_hosted < most:
-            self.note = f"host_budget has room for {num_hosted} of {most} inputs"
+            self.note = note_host_room(num_hosted, most)
             self.environment.report(f"activations: {self.note}; the others stay on the device")
 
     def _begin_first_steps(self, hidden: torch.Tensor) -> None:

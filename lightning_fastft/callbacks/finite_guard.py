@@ -88,7 +88,7 @@ class FiniteGuard(GivenOnce, Callback):
         self.unsupported = check_choice("unsupported", unsupported, ("refuse", "wait"))
         self.num_steps = self.num_skipped = 0
         self._base = Status(STATUS_NAME, "inactive", "no training yet")
-        self._copies = AsyncScalarReader()
+        self._reader = AsyncScalarReader()
         self._recent: deque[bool] = deque(maxlen=WINDOW_STEPS)
         self._trainer: Trainer | None = None
         # Micro-batches of the current accumulation window, and steps whose flags are not yet copied to the host: number
@@ -171,7 +171,7 @@ class FiniteGuard(GivenOnce, Callback):
         """Check earlier flags and copy the new ones to the host, every check_every_n_steps."""
         if self._trainer is not None and len(self._flags) >= self.check_every_n_steps:
             # All ranks must stop at the same step, so all must have the same flags.
-            self._judge(self._copies.poll() if trainer.world_size == 1 else self._copies.wait())
+            self._judge(self._reader.poll() if trainer.world_size == 1 else self._reader.wait())
             self._send()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -180,7 +180,7 @@ class FiniteGuard(GivenOnce, Callback):
             return
         self._send()
         try:
-            self._judge(self._copies.wait())
+            self._judge(self._reader.wait())
         finally:
             self._stop()
 
@@ -248,7 +248,7 @@ class FiniteGuard(GivenOnce, Callback):
         """Start to copy the gathered flags to the host."""
         if self._flags:
             steps, flags = zip(*self._flags)
-            self._copies.push(steps, torch.stack(flags))
+            self._reader.push(steps, torch.stack(flags))
             self._flags = []
 
     def _judge(self, arrived: Sequence[tuple[Sequence[tuple[int, list[_Micro]]], torch.Tensor]]) -> None:
@@ -295,7 +295,7 @@ class FiniteGuard(GivenOnce, Callback):
             elif _takes_flag(optimizer):
                 vars(optimizer).pop("found_inf", None)
         self._trainer = None
-        self._copies.clear()
+        self._reader.clear()
         self._micros, self._losses, self._norms, self._flags = [], [], [], []
 
 

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fastft.callbacks.optimizer_judge import FEWEST_STEPS_TO_JUDGE, OptimizerJudge, list_names
+from lightning_fastft.callbacks.optimizer_judge import FEWEST_STEPS_TO_JUDGE, OptimizerJudge
 from lightning_fastft.core.checks import check_int, check_string
-from lightning_fastft.core.errors import NotTrainingError, OptionError
+from lightning_fastft.core.errors import NotTrainingError, OptionError, list_names
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 from lightning_fastft.strategies.packed_steps import find_packed_batches

@@ -10,14 +10,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fastft.core.async_reader import AsyncScalarReader
-from lightning_fastft.core.errors import NotTrainingError
+from lightning_fastft.core.errors import NotTrainingError, list_names
 from lightning_fastft.kernels.adamw_step.rows import local_values
 from lightning_fastft.training.optimizer import FusedAdamW
 
 # A run that ends early is checked if it has at least this many steps: LoRA's A gets its first gradient in the second
 # step, because B starts at zero.
 FEWEST_STEPS_TO_JUDGE = 3
-NUM_NAMES_SHOWN = 5
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,7 +74,7 @@ class OptimizerJudge:
         self._has_rate = [False] * len(watched)
         self._num_steps = self._num_judged = self._num_without_rate = self._num_without_labels = self._num_skipped = 0
         self._has_warned = False
-        self._copies = AsyncScalarReader()
+        self._reader = AsyncScalarReader()
         self._last = torch.zeros(3, len(watched), dtype=torch.bool)
         if watched:
             self._device = self._parameters[0].device
@@ -86,7 +85,7 @@ class OptimizerJudge:
     def close(self) -> None:
         """Stop watching the optimizer and free the tensors on the device."""
         self._handle.remove()
-        self._copies.clear()
+        self._reader.clear()
 
     def judge(self) -> None:
         """Check the results of earlier steps that have arrived on the host.
@@ -95,7 +94,7 @@ class OptimizerJudge:
             NotTrainingError: A gradient was not finite, or a tensor has no gradient or did not move by the last checked
                 step.
         """
-        self._read(self._copies.poll())
+        self._read(self._reader.poll())
 
     def finish(self) -> None:
         """Check a run that ended before num_steps, if it had enough steps; one host sync.
@@ -103,7 +102,7 @@ class OptimizerJudge:
         Raises:
             NotTrainingError: A tensor had no gradient or did not move, or no step could train at all.
         """
-        self._read(self._copies.wait())
+        self._read(self._reader.wait())
         if self.is_done:
             return
         if self._num_judged >= FEWEST_STEPS_TO_JUDGE:
@@ -171,7 +170,7 @@ class OptimizerJudge:
             torch.distributed.all_reduce(seen_by_all, torch.distributed.ReduceOp.MAX)
             seen_3P = seen_by_all.bool()
         self._seen_3P = self._seen_3P | seen_3P
-        self._copies.push((self._num_judged, self._num_steps), self._seen_3P)
+        self._reader.push((self._num_judged, self._num_steps), self._seen_3P)
 
     def _find_finite_state(self) -> torch.Tensor:
         """Return per parameter whether its optimizer state is finite; 8-bit moments by the scales of their blocks."""
@@ -253,17 +252,6 @@ class OptimizerJudge:
             "token or no unequal rewards, and "
             f"{self._num_skipped} were skipped because the training step returned nothing"
         )
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Return the first names and the number of further ones.
-
-    Example:
-        >>> list_names(["a", "b"])
-        'a, b'
-    """
-    shown = ", ".join(names[:NUM_NAMES_SHOWN])
-    return shown if len(names) <= NUM_NAMES_SHOWN else f"{shown}, and {len(names) - NUM_NAMES_SHOWN} more"
 
 
 def _checksums(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

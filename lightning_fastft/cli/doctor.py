@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_fastft.cli.imports import find_loaded
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import CONFIG_FOLDER, find_configs
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import OptionError, count
 from lightning_fastft.core.extras import version_of
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
@@ -200,8 +200,7 @@ def _describe_devices() -> str:
             f"{device.major}.{device.minor}"
         )
     if not lines:
-        num_threads = torch.get_num_threads()
-        lines.append(f"device: CPU, {num_threads} thread{'s' if num_threads != 1 else ''}")
+        lines.append(f"device: CPU, {count(torch.get_num_threads(), 'thread')}")
     packages = ("torch", "lightning", "transformers", "peft", "bitsandbytes", "triton", "nvidia-cudnn-frontend")
     versions = [f"{package} {version_of(package) or 'not installed'}" for package in packages]
     return "\n".join([*lines, ", ".join(versions)])

@@ -23,7 +23,7 @@ from lightning_fastft.core.extras import pip_line
 from lightning_fastft.packing.reading.sources import check_exists
 
 if TYPE_CHECKING:
-    from lightning_fastft.packing.stream import DocumentSubset
+    from lightning_fastft.packing.loader import DocumentSubset
     from lightning_fastft.training.fine_tuner import FineTuner
 
 # An answer may be longer than the right one by this many tokens, to be seen as wrong.

@@ -221,13 +221,13 @@ def _follow_config(options: _Options, trainer: Trainer) -> _Options:
     """Return the options with those of the config's ``OffloadCheckpointing``; given budgets come first."""
     checkpointing = getattr(trainer.strategy, "checkpointing", None)
     if checkpointing is not None:
-        policy, vram_bytes, host_bytes, buffers, weights, *_ = checkpointing.options
-        if policy != "auto" and options.vram_bytes is not None:
-            raise OptionError(f"--vram-gib has no effect on policy {policy!r} of the config. Remove one of them.")
+        own = checkpointing.options
+        if own.policy != "auto" and options.vram_bytes is not None:
+            raise OptionError(f"--vram-gib has no effect on policy {own.policy!r} of the config. Remove one of them.")
         options = options._replace(
-            vram_bytes=vram_bytes if options.vram_bytes is None else options.vram_bytes,
-            given_host_bytes=host_bytes if options.given_host_bytes is None else options.given_host_bytes,
-            planning={"policy": policy, "buffers": buffers, "weights": weights},
+            vram_bytes=own.vram_budget_bytes if options.vram_bytes is None else options.vram_bytes,
+            given_host_bytes=own.host_budget_bytes if options.given_host_bytes is None else options.given_host_bytes,
+            planning={"policy": own.policy, "buffers": own.buffers, "weights": own.weights},
         )
     gpu = options.gpu
     if options.vram_bytes is not None and options.vram_bytes > gpu.memory_bytes:

@@ -13,9 +13,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fastft.core.errors import OptionError, ResumeError
+from lightning_fastft.core.errors import OptionError, ResumeError, count
 from lightning_fastft.core.phases import begin_phase, log_phase
-from lightning_fastft.training.data.describe import count, describe_epoch
+from lightning_fastft.training.data.describe import describe_epoch
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule

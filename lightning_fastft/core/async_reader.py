@@ -15,9 +15,9 @@ class AsyncScalarReader:
     CPU they have finished at once. Holds no device object before the first push and can be pickled when empty.
 
     Example:
-        >>> copies = AsyncScalarReader()
-        >>> copies.push("loss", torch.tensor(2.0))
-        >>> [(tag, float(value)) for tag, value in copies.poll()]
+        >>> reader = AsyncScalarReader()
+        >>> reader.push("loss", torch.tensor(2.0))
+        >>> [(tag, float(value)) for tag, value in reader.poll()]
         [('loss', 2.0)]
     """
 

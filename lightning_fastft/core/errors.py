@@ -1,4 +1,4 @@
-"""The error family: one class per cause, all under FastFTError.
+"""The error family, one class per cause, all under FastFTError; and the wording that messages share.
 
 A message says what was given, what is allowed, where (file, line, row, step, rank) and what to do next.
 """
@@ -26,9 +26,29 @@ def printable(text: str, *, keeps_lines: bool = False) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return the first names and the number of the others, for an error message."""
+    """Return the first names and the number of the others, for a message.
+
+    Example:
+        >>> list_names(["a", "b"])
+        'a, b'
+    """
     more = len(names) - MAX_NAMES_IN_MESSAGE
     return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, for a message.
+
+    Example:
+        >>> count(1, "pack"), count(2000, "watched batch")
+        ('1 pack', '2,000 watched batches')
+    """
+    return f"{number:,} {inflect(number, noun)}"
+
+
+def inflect(number: int, noun: str) -> str:
+    """Return the noun in the singular for 1, otherwise in the plural."""
+    return noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
 
 
 def describe_mismatch(error: RuntimeError) -> str:

@@ -25,7 +25,7 @@ from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import CheckpointNotSavedError, OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.fabric.loop_run import LoopRun, NotingLoader
-from lightning_fastft.packing.stream import PackedLoader
+from lightning_fastft.packing.loader import PackedLoader
 from lightning_fastft.strategies.packed_steps import PackedSteps
 from lightning_fastft.training.data.trainer_facts import LoopFacts
 from lightning_fastft.training.datamodule import PackedDataModule

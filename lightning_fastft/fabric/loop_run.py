@@ -13,8 +13,7 @@ from lightning.fabric.wrappers import _unwrap_compiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.callbacks.finite_guard import FiniteGuard
-from lightning_fastft.callbacks.optimizer_judge import list_names
-from lightning_fastft.core.errors import ContextError, NotTrainingError, OptionError
+from lightning_fastft.core.errors import ContextError, NotTrainingError, OptionError, list_names
 from lightning_fastft.core.status import Status, render_status_table
 from lightning_fastft.fabric.handed import Handed, HandedBatches
 from lightning_fastft.strategies.ddp import prepare_for_ddp

@@ -19,7 +19,7 @@ import torch
 
 from lightning_fastft.activations.values import find_segment
 from lightning_fastft.core.autocast import is_autocast_on
-from lightning_fastft.core.errors import SwapError
+from lightning_fastft.core.errors import SwapError, count
 from lightning_fastft.core.phases import log_phase
 from lightning_fastft.core.status import Status
 from lightning_fastft.fused.decoder import GRAPH_ATTRIBUTE
@@ -144,12 +144,12 @@ class LayerGraphs:
         if self._refusal:
             return Status(STATUS_NAME, "inactive", self._refusal)
         if num_recorded:
-            noun = "pack bucket" if len(self.pack_buckets) == 1 else "pack buckets"
             seen = "" if self._pace is None else f"; before, {self._pace.describe()}"
             return Status(
                 STATUS_NAME,
                 "active",
-                f"{num_recorded} recordings of {len(self._layers)} layers, {len(self.pack_buckets)} {noun}{seen}",
+                f"{num_recorded} recordings of {len(self._layers)} layers, "
+                f"{count(len(self.pack_buckets), 'pack bucket')}{seen}",
             )
         if self._last_status is not None:
             return self._last_status

@@ -2,6 +2,7 @@
 
 A model enters; its mixers leave patched, and read the documents of a pack from the batch context. ``install`` patches a
 model of a family in ``hf.mixers``, so that no state and no convolution window of its mixers crosses the start of a
-document. The run's patcher records every change. Read ``install`` first; ``gated_delta`` is the delta rule of fused
-layers, from one fused projection.
+document. The run's patcher records every change. A mixer keeps transformers' forward; ``kernels`` chooses the functions
+that it calls, from ``fla_functions`` or plain PyTorch. ``mamba2`` replaces its scan, and ``gated_delta`` is the delta
+rule of fused layers, from one fused projection (``delta_rule`` on a GPU). Read ``install`` first.
 """

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from lightning_fastft.core.errors import printable
+from lightning_fastft.core.errors import count, printable
 from lightning_fastft.monitor.report.style import STYLE, make_environment
 from lightning_fastft.packing.packs import Packs
 from lightning_fastft.packing.rows.rejects import Reject
 from lightning_fastft.training.data.describe import (
-    count,
     count_lengths,
     describe_named,
     describe_split_epoch,
@@ -22,7 +21,7 @@ from lightning_fastft.training.data.describe import (
 )
 
 if TYPE_CHECKING:
-    from lightning_fastft.packing.stream import DocumentSubset
+    from lightning_fastft.packing.loader import DocumentSubset
     from lightning_fastft.training.data.splits import SplitDataModule
 
 TITLE = "Data: "

@@ -10,12 +10,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_fastft.core.checks import check_choice, check_int
-from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.core.errors import FastFTError, OptionError, count
 from lightning_fastft.core.given_once import GivenOnce
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.report.waits import HOST_READERS, HostWait, WaitRecorder, order_waits
 from lightning_fastft.strategies.patching import patcher_of
-from lightning_fastft.training.data.describe import count
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -31,14 +30,14 @@ class HostWaitError(FastFTError, RuntimeError):
 class HostWaitDetector(GivenOnce, Callback):
     """Watch some training steps and list their host syncs: frequency, line of code, and a fix.
 
-    It works with any LightningModule, strategy and model. A step is watched from one ``on_train_batch_start`` to the
+    It works with any LightningModule, strategy and model. A step is watched from its ``on_train_batch_start`` to the
     next: forward, backward, optimizer, other callbacks, logging, checkpoints, and moving the next batch to the device.
     Validation and the time between epochs are excluded. Each host sync is reported with the innermost line of the
     user's code and the line of the library that it called.
 
     On a GPU real host syncs are recorded (by the dispatcher, torch.cuda.set_sync_debug_mode and explicit synchronize
-    calls). On a CPU those that the same code would have on a GPU are recorded; reads of tensors that never leave the
-    host count too, except in the data loader. Each rank watches itself; rank 0 prints.
+    calls). On a CPU those that the same code would have on a GPU are recorded, except most copies to the device; reads
+    of tensors that never leave the host count too, except in the data loader. Each rank watches itself; rank 0 prints.
 
     Args:
         steps: Optimizer steps to watch, counted from 0 in this fit; all micro-batches of a step are watched. A

@@ -78,7 +78,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
             check_string("names", name)
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
         self.names = tuple(names)
-        self._copies = AsyncScalarReader()
+        self._reader = AsyncScalarReader()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = 0
         # Micro-batches of a resumed epoch that an earlier run has trained.
@@ -148,7 +148,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
             if (batch_idx + 1) % self.refresh_rate == 0:
                 # Also inside a window: finished copies show the progress of the device for tokens per second.
                 (factors, values), self._step = self._step or ({}, loss), None
-                self._copies.push((self._num_tokens, factors), values)
+                self._reader.push((self._num_tokens, factors), values)
         elif trainer.global_step != self._last_global_step:
             # The last micro-batch of the window has no loss, so the mean of the step is not known.
             self._sums, self._last_global_step = {}, trainer.global_step
@@ -192,7 +192,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         return {name: _short(value) for name, value in self._shown.items()}
 
     def _drop(self) -> None:
-        self._copies.clear()
+        self._reader.clear()
         self._sums, self._step = {}, None
 
     def _add(self, trainer: Trainer, loss: torch.Tensor, *, is_divided: bool) -> None:
@@ -219,7 +219,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
 
     def _read_copies(self) -> None:
         """Update the shown values and the token rate with finished copies."""
-        for (num_tokens, factors), values in self._copies.poll():
+        for (num_tokens, factors), values in self._reader.poll():
             # Inside a window there are no factors, because no step has ended.
             for (name, factor), value in zip(factors.items(), values.reshape(-1)):
                 self._shown[name.removeprefix(TRAINING) or "loss"] = factor * float(value)

@@ -24,8 +24,8 @@ from lightning_fastft.core.marks import mark_time
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor.host_waits import HostWaitDetector
 from lightning_fastft.monitor.report.content import SCHEMA, collect
-from lightning_fastft.monitor.report.copies import StepProfile
 from lightning_fastft.monitor.report.record import RunRecord
+from lightning_fastft.monitor.report.step_profile import StepProfile
 from lightning_fastft.monitor.report.timing import EPOCH_START, RECORDED, Batch
 from lightning_fastft.monitor.report.verdict import summarize
 from lightning_fastft.strategies.packed_steps import is_planned
@@ -99,8 +99,8 @@ class RunReport(GivenOnce, Callback):
     def _reset(self) -> None:
         self._run = RunRecord()
         self._is_open = False
-        self._copies = AsyncScalarReader()
-        self._scalar_copies = AsyncScalarReader()
+        self._loss_reader = AsyncScalarReader()
+        self._scalar_reader = AsyncScalarReader()
         self._batch: Batch | None = None
         self._last_end: Any = None
         self._last_global_step = 0
@@ -187,7 +187,7 @@ class RunReport(GivenOnce, Callback):
         for name, rate in _learning_rates(trainer, optimizer):
             # The scheduler changes a tensor in place after this step, so the copy starts here.
             if isinstance(rate, torch.Tensor):
-                self._scalar_copies.push((self._run.add_learning_rate, step, name), rate)
+                self._scalar_reader.push((self._run.add_learning_rate, step, name), rate)
             else:
                 self._run.add_learning_rate(step, name, float(rate))
 
@@ -223,7 +223,7 @@ class RunReport(GivenOnce, Callback):
             # Lightning divides the loss by the micro-batches of a window.
             has_window = is_planned(batch) and pl_module.automatic_optimization
             about = (self._run.step, trainer.accumulate_grad_batches, has_window, has_stepped, names)
-            self._copies.push(about, values)
+            self._loss_reader.push(about, values)
         self._run.num_batches += 1
         if has_stepped:
             self._count_steps(trainer)
@@ -241,15 +241,15 @@ class RunReport(GivenOnce, Callback):
         if not trainer.sanity_checking:
             for name, value in trainer.callback_metrics.items():
                 if _VALIDATION.match(name) and value.numel() == 1:
-                    self._scalar_copies.push((self._run.add_validation, trainer.global_step, name), value)
+                    self._scalar_reader.push((self._run.add_validation, trainer.global_step, name), value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the remaining values with a host sync, and gather those of the other ranks."""
         self._pause()
         if self._is_own_detector and self._run.detector is not None:
             self._run.detector.close()
-        self._run.add_losses(self._copies.wait())
-        self._run.add_scalars(self._scalar_copies.wait())
+        self._run.add_losses(self._loss_reader.wait())
+        self._run.add_scalars(self._scalar_reader.wait())
         self._run.times.poll(wait=True)
         self._run.times.finish()
         self._run.gather_ranks(trainer)
@@ -284,8 +284,8 @@ class RunReport(GivenOnce, Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release device objects."""
-        self._copies.clear()
-        self._scalar_copies.clear()
+        self._loss_reader.clear()
+        self._scalar_reader.clear()
         self._run.times.drop()
         self._batch = self._last_end = None
         self._run.plans = []
@@ -325,8 +325,8 @@ class RunReport(GivenOnce, Callback):
         return True
 
     def _poll(self) -> None:
-        self._run.add_losses(self._copies.poll())
-        self._run.add_scalars(self._scalar_copies.poll())
+        self._run.add_losses(self._loss_reader.poll())
+        self._run.add_scalars(self._scalar_reader.poll())
         self._run.times.poll()
 
     # Writing.

@@ -136,6 +136,8 @@ def plan_policy(
 ) -> Plan:
     """Return the plan of a policy that treats all layers alike; it does not choose, and streams weights only if asked.
 
+    Inputs that the host has no room for stay on the device, as in a run.
+
     Args:
         cost: As in ``make_plan``.
         policy: "keep", "recompute" or "offload", as in ``uniform_plan``.
@@ -146,26 +148,35 @@ def plan_policy(
         weights: As in ``make_plan``; "auto" does not stream.
 
     Raises:
-        OptionError: The policy needs more memory than there is, or weights cannot be streamed.
+        OptionError: The policy needs more device memory than there is, or weights cannot be streamed.
 
     Source:
         own
     """
     is_streamed = weights == "stream"
+    left_bytes, notes = host_budget_bytes, []
     if is_streamed:
         _check_streaming(machine, _count_streamed_bytes(cost), host_budget_bytes)
-    segments = tuple(segment._replace(is_streamed=is_streamed) for segment in uniform_plan(len(cost.segments), policy))
+        left_bytes -= _count_streamed_bytes(cost)
+    num_hosted, num_inputs = left_bytes // max(1, cost.segments[0].input_bytes), len(cost.segments) - 1
+    if policy == "offload" and num_hosted < num_inputs:
+        notes.append(note_host_room(num_hosted, num_inputs))
+    segments = tuple(
+        segment._replace(is_streamed=is_streamed)
+        for segment in uniform_plan(len(cost.segments), policy, num_hosted=num_hosted)
+    )
     prediction = predict(cost, segments, machine=machine, buffers=buffers)
-    for place, needed, there in (
-        ("device", prediction.peak_bytes, vram_budget_bytes),
-        ("pinned host", prediction.host_bytes, host_budget_bytes),
-    ):
-        if needed > there:
-            raise OptionError(
-                f"Policy {policy!r} needs {gib(needed)} of {place} memory, and there are {gib(there)}. Use policy "
-                "'auto' or a smaller max_tokens."
-            )
-    return Plan(segments, prediction, ())
+    if prediction.peak_bytes > vram_budget_bytes:
+        raise OptionError(
+            f"Policy {policy!r} needs {gib(prediction.peak_bytes)} of device memory, and there are "
+            f"{gib(vram_budget_bytes)}. Use policy 'auto' or a smaller max_tokens."
+        )
+    return Plan(segments, prediction, tuple(notes))
+
+
+def note_host_room(num_hosted: int, num_inputs: int) -> str:
+    """Return the note on a host budget that is too small for policy "offload"."""
+    return f"host_budget has room for {num_hosted} of {num_inputs} inputs"
 
 
 def _count_streamed_bytes(cost: StepCost) -> int:

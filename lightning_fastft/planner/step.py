@@ -182,13 +182,14 @@ class Plan(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def uniform_plan(num_segments: int, kind: str) -> tuple[SegmentPlan, ...]:
+def uniform_plan(num_segments: int, kind: str, *, num_hosted: int | None = None) -> tuple[SegmentPlan, ...]:
     """Return a plan with the same treatment for every segment.
 
     Args:
         num_segments: Number of decoder layers.
         kind: "keep" stores everything; "recompute" stores the inputs on the device; "offload" stores them on the host,
             except the last one, whose backward follows at once.
+        num_hosted: Number of inputs that the host has room for, which are the first ones; None for all.
 
     Example:
         >>> [segment.input_place for segment in uniform_plan(3, "offload")]
@@ -196,9 +197,9 @@ def uniform_plan(num_segments: int, kind: str) -> tuple[SegmentPlan, ...]:
     """
     check_int("num_segments", num_segments, low=1)
     check_choice("kind", kind, ("keep", "recompute", "offload"))
-    last = SegmentPlan(kind == "keep", "device", ())
-    other = SegmentPlan(is_kept=False, input_place="host", values=()) if kind == "offload" else last
-    return (*[other] * (num_segments - 1), last)
+    segment = SegmentPlan(kind == "keep", "device", ())
+    num_hosted = 0 if kind != "offload" else min(num_segments - 1, num_segments if num_hosted is None else num_hosted)
+    return (*[segment._replace(input_place="host")] * num_hosted, *[segment] * (num_segments - num_hosted))
 
 
 def check_segments(cost: StepCost, segments: Sequence[SegmentPlan]) -> None:

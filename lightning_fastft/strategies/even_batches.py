@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.core.status import Status
-from lightning_fastft.packing.stream import ENDLESS
+from lightning_fastft.packing.loader import ENDLESS
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -24,7 +24,7 @@ from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.attention.op import BACKENDS
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.context import ONE_BY_ONE
-from lightning_fastft.packing.stream import PackedLoader
+from lightning_fastft.packing.loader import PackedLoader
 from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:

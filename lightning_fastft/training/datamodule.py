@@ -10,11 +10,11 @@ from lightning_fastft.core.checks import check_bool
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.core.phases import phase
 from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.packing.loader import ENDLESS, PackedLoader, PlannedStream
 from lightning_fastft.packing.reading.streams import is_stream, open_stream
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.template_options import check_template_options
 from lightning_fastft.packing.step_plan import StepPlan
-from lightning_fastft.packing.stream import ENDLESS, PackedLoader, PlannedStream
 from lightning_fastft.packing.tokens.answer_end import find_answer_end, find_text_end
 from lightning_fastft.packing.tokens.chat import read_template, with_template
 from lightning_fastft.packing.tokens.tokenisation import Setup

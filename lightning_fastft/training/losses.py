@@ -15,17 +15,19 @@ from torch.nn.functional import logsigmoid
 
 from lightning_fastft.core.errors import OptionError
 
-PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto", "apo_zero", "apo_down"]
+PreferenceLoss = Literal[
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto", "apo_zero", "apo_down"
+]
 PolicyLoss = Literal["grpo", "dapo", "dr_grpo"]
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 # A new loss: its name above, in the sets below that fit it, and its formula in preference_loss.
 # Losses on the ratio to a reference model.
-REFERENCE_LOSSES: frozenset[str] = frozenset({"sigmoid", "hinge", "ipo", "robust", "kto", "apo_zero", "apo_down"})
+REFERENCE_LOSSES: frozenset[str] = frozenset(PREFERENCE_LOSSES) - {"orpo", "simpo", "cpo"}
 # Losses on the mean over a completion's tokens, not on their sum.
-MEAN_LOSSES: frozenset[str] = frozenset({"ipo", "orpo", "simpo"})
+MEAN_LOSSES: frozenset[str] = frozenset({"sigmoid_norm", "ipo", "orpo", "simpo"})
 # Losses with a label_smoothing.
-SMOOTHED_LOSSES: frozenset[str] = frozenset({"sigmoid", "robust", "simpo", "cpo"})
+SMOOTHED_LOSSES: frozenset[str] = frozenset({"sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"})
 # Weight of the negative log-likelihood of chosen completions where none is asked for.
 SFT_WEIGHTS = {"orpo": 1.0, "cpo": 1.0}
 POLICY_LOSSES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
@@ -55,9 +57,9 @@ def preference_loss(
         OptionError: The loss has no formula here.
 
     Source:
-        DPO arXiv:2305.18290, smoothed as in cDPO; SLiC arXiv:2305.10425; IPO arXiv:2310.12036, length-normalised as its
-        authors advise; robust DPO arXiv:2403.00409; ORPO arXiv:2403.07691; SimPO arXiv:2405.14734; CPO
-        arXiv:2401.08417; APO-zero and APO-down arXiv:2408.06266.
+        DPO arXiv:2305.18290, smoothed as in cDPO, and length-normalised arXiv:2411.15124; SLiC arXiv:2305.10425; IPO
+        arXiv:2310.12036, length-normalised as its authors advise; robust DPO arXiv:2403.00409; ORPO arXiv:2403.07691;
+        SimPO arXiv:2405.14734; CPO arXiv:2401.08417; APO-zero and APO-down arXiv:2408.06266.
 
     Example:
         >>> preference_loss(torch.tensor([1.0]), torch.tensor([1.0]), loss="hinge", beta=0.1).tolist()

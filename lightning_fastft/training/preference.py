@@ -47,11 +47,12 @@ class PreferenceTuner(ReferenceTuner):
 
     Args:
         model: As in ``FineTuner``.
-        loss: "sigmoid" (DPO), "hinge", "ipo", "robust", "apo_zero" (raise chosen, lower rejected completions),
-            "apo_down" (lower both, rejected ones more), "kto" (completions with a label, no pairs), or without a
-            reference model "orpo", "simpo" and "cpo".
+        loss: "sigmoid" (DPO), "sigmoid_norm" (the same on means over tokens), "hinge", "ipo", "robust", "apo_zero"
+            (raise chosen, lower rejected completions), "apo_down" (lower both, rejected ones more), "kto" (completions
+            with a label, no pairs), or without a reference model "orpo", "simpo" and "cpo".
         beta: Sharpness of the comparison, above 0; the tau of "ipo" and the lambda of "orpo".
-        label_smoothing: Probability that a label is wrong, in [0, 0.5); for "sigmoid", "robust", "simpo" and "cpo".
+        label_smoothing: Probability that a label is wrong, in [0, 0.5); for "sigmoid", "sigmoid_norm", "robust",
+            "simpo" and "cpo".
         gamma: Target margin of "simpo".
         sft_weight: Weight of the negative log-likelihood of chosen completions (mean over their tokens); None for 1
             with "orpo" and "cpo" and 0 elsewhere.

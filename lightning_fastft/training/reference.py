@@ -15,7 +15,7 @@ from lightning_fastft.core.errors import OptionError, ResumeError, list_names
 from lightning_fastft.core.status import Status
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
-from lightning_fastft.packing.stream import PlannedStream
+from lightning_fastft.packing.loader import PlannedStream
 from lightning_fastft.training.data.trainer_facts import has_trained
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.model.options import check_second_model

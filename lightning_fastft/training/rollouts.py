@@ -18,11 +18,11 @@ from lightning_fastft.core.checks import check_bool, check_choice, check_float, 
 from lightning_fastft.core.errors import OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.loader import ENDLESS, PackedLoader
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.template_options import check_template_options
 from lightning_fastft.packing.step_plan import mix_bits
-from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.packing.tokens.answer_end import find_answer_end, find_text_end
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.training.data.options import check_source

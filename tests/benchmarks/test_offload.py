@@ -13,8 +13,8 @@ from benchmarks.ruler import plans
 from benchmarks.ruler.building import build
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles, plan_packs, read_lengths
 from lightning_fastft.activations.segments import Segment
-from lightning_fastft.monitor.report import copies
-from lightning_fastft.monitor.report.copies import Copy, Kernel, copy_use, read_events
+from lightning_fastft.monitor.report import step_profile
+from lightning_fastft.monitor.report.step_profile import Copy, Kernel, copy_use, read_events
 from lightning_fastft.planner.step import Machine, SegmentCost, StepCost, ValueCost, uniform_plan
 
 TINY = WORKLOADS["tiny"]
@@ -29,11 +29,11 @@ def kernel(start, end, launched=-math.inf):
 
 
 def test_merge_and_overlap_measure_disjoint_intervals():
-    merged = copies.merge([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])
+    merged = step_profile.merge([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0)])
     assert merged == [(0.0, 4.0), (5.0, 6.0)]
-    assert copies.total(merged) == 5.0
-    assert copies.overlap(merged, [(1.0, 2.0), (3.5, 5.5), (5.75, 9.0)]) == 1.0 + 0.5 + 0.5 + 0.25
-    assert copies.overlap([], merged) == 0.0
+    assert step_profile.total(merged) == 5.0
+    assert step_profile.overlap(merged, [(1.0, 2.0), (3.5, 5.5), (5.75, 9.0)]) == 1.0 + 0.5 + 0.5 + 0.25
+    assert step_profile.overlap([], merged) == 0.0
 
 
 def test_a_copy_under_kernels_is_not_exposed():
@@ -47,7 +47,7 @@ def test_a_copy_under_kernels_is_not_exposed():
 def test_a_kernel_that_waits_for_a_copy_shows_as_exposed_time():
     # The host launched the second kernel long before; the device stands still until the copy ends.
     use = copy_use([kernel(0, 1000), kernel(2000, 3000, launched=500)], [Copy("h2d", 900, 1990, MIB)])
-    assert use.exposed_ms == pytest.approx((1990 - 1000 - copies.NEXT_KERNEL_US) / 1e3)
+    assert use.exposed_ms == pytest.approx((1990 - 1000 - step_profile.NEXT_KERNEL_US) / 1e3)
     assert use.covered_share == pytest.approx(100 / 1090)
     assert use.late_host_ms == 0.0
 
@@ -58,7 +58,7 @@ def test_a_late_host_is_not_held_against_the_copies():
     assert use.late_host_ms == pytest.approx(0.995)
     # Handed over at last, it waits for the copy once more.
     use = copy_use([kernel(0, 1000), kernel(2000, 3000, launched=1500)], [Copy("h2d", 900, 2000, MIB)])
-    assert use.exposed_ms == pytest.approx((500 - copies.LAUNCH_US) / 1e3)
+    assert use.exposed_ms == pytest.approx((500 - step_profile.LAUNCH_US) / 1e3)
 
 
 def test_the_serial_control_shows_no_cover():
@@ -109,7 +109,7 @@ def test_a_profiled_step_on_a_gpu_shows_its_copy_and_its_wait():
         square @ square
 
     step()
-    profile = copies.StepProfile(is_cuda=True)
+    profile = step_profile.StepProfile(is_cuda=True)
     profile.start()
     step()
     trace = profile.stop()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_fastft.callbacks.optimizer_judge import _checksums, _is_above_zero, _largest_values, list_names
+from lightning_fastft.callbacks.optimizer_judge import _checksums, _is_above_zero, _largest_values
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,3 @@ def test_rates():
         False,
         True,
     ]
-
-
-def test_long_lists_of_names_are_cut():
-    assert list_names([str(number) for number in range(8)]) == "0, 1, 2, 3, 4, and 3 more"

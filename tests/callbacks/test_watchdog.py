@@ -19,7 +19,7 @@ from lightning_fastft.monitor import rank_watch
 from lightning_fastft.monitor.rank_watch.beats import RECORD_BYTES, Beat, Phase, read_beat, write_beat
 from lightning_fastft.monitor.rank_watch.verdict import find_blamed, find_slow_node, read_frames
 from lightning_fastft.monitor.rank_watch.watch import SETTLE_S, descendants
-from lightning_fastft.packing.stream import ENDLESS
+from lightning_fastft.packing.loader import ENDLESS
 from lightning_fastft.strategies.even_batches import check_even_batches
 from tests.faults.saves import fork
 from tests.support.training_parts import PlainModule, packed_batches, packed_loader, quiet_trainer, tiny_llama

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_fastft.core.errors import DataError, FastFTError, OptionError, printable
+from lightning_fastft.core.errors import DataError, FastFTError, OptionError, list_names, printable
 from lightning_fastft.packing.store.report import IngestReport
 
 HOSTILE = "a\x1b[2Jb\x07\u202ec\rd"
@@ -28,3 +28,7 @@ def test_report_of_rows_escapes_reasons_and_notes():
     report = IngestReport(num_rows=2, num_documents=1, num_tokens=4, num_labelled=2, rejects={HOSTILE: 1})
     assert "rejected" in report.render()
     assert not has_control(report.render())
+
+
+def test_long_lists_of_names_are_cut():
+    assert list_names([str(number) for number in range(10)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

@@ -167,7 +167,9 @@ OPTIONS = {
         **TUNER,
         # Without adapters this loss needs another reference.
         "lora": lambda value: value == {},
-        "loss": choice("sigmoid", "hinge", "ipo", "orpo", "simpo", "cpo", "kto", "apo_zero", "apo_down"),
+        "loss": choice(
+            "sigmoid", "sigmoid_norm", "hinge", "ipo", "orpo", "simpo", "cpo", "kto", "apo_zero", "apo_down"
+        ),
         "beta": number(1e-6, 1e3),
         "label_smoothing": number(0, 0.499),
         "sft_weight": either(nothing, weight),

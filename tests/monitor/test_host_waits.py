@@ -92,8 +92,8 @@ class Linear(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(tmp_path, module, detector, *, max_steps=4, **options):
-    trainer = quiet_trainer(tmp_path, max_steps=max_steps, callbacks=[detector], **options)
+def fit(tmp_path, module, *callbacks, max_steps=4, **options):
+    trainer = quiet_trainer(tmp_path, max_steps=max_steps, callbacks=[*callbacks], **options)
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=2))
     return trainer
 
@@ -178,6 +178,33 @@ def test_logging_with_a_progress_bar_value_is_named_as_such(tmp_path):
     )
     trainer.fit(Logs(), torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=2))
     assert any("prog_bar" in wait.remedy for wait in detector.waits), detector.waits
+
+
+class LogsLength(pl.Callback):
+    """Logs a figure of each batch, of which the host knows the shape."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("length", self.make(batch.shape[1]))
+
+
+@pytest.mark.parametrize("make", [int, float])
+def test_number_that_is_logged_is_copied_to_the_device(tmp_path, make):
+    detector = HostWaitDetector(steps=[1, 2])
+    fit(tmp_path, Linear(), LogsLength(make), detector)
+    ((wait, count),) = detector.waits.items()
+    assert count == 2
+    assert wait.place.function == "on_train_batch_end"
+    assert wait.call == "copy to the device"
+    assert "self.log a tensor" in wait.remedy
+
+
+def test_tensor_on_the_host_that_is_logged_waits_for_nothing(tmp_path):
+    detector = HostWaitDetector(steps=[1, 2])
+    fit(tmp_path, Linear(), LogsLength(lambda length: torch.tensor(float(length))), detector)
+    assert not detector.waits
 
 
 def test_watches_all_micro_batches_of_the_steps_asked_for_and_nothing_else(tmp_path):

@@ -260,14 +260,14 @@ def test_shows_what_validation_logs_for_the_bar_and_nothing_else(tmp_path):
 
 def test_values_that_have_not_arrived_are_not_waited_for(tmp_path):
     bar = RecordingBar()
-    with mock.patch.object(bar._copies, "poll", return_value=[]):
+    with mock.patch.object(bar._reader, "poll", return_value=[]):
         fit(tmp_path, PlainModule(tiny_llama()), bar)
     assert all("loss" not in metrics for metrics in bar.seen)
 
 
 def test_refresh_rate_limits_the_copies(tmp_path):
     bar = RecordingBar(refresh_rate=3)
-    with mock.patch.object(bar._copies, "push", wraps=bar._copies.push) as push:
+    with mock.patch.object(bar._reader, "push", wraps=bar._reader.push) as push:
         fit(tmp_path, PlainModule(tiny_llama()), bar)
     assert push.call_count == 2
 

@@ -26,10 +26,10 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.status import Status
 from lightning_fastft.monitor import run_report
 from lightning_fastft.monitor.report import content
-from lightning_fastft.monitor.report.copies import StepTrace, read_events
 from lightning_fastft.monitor.report.findings import describe_profile
 from lightning_fastft.monitor.report.losses import StepLosses
 from lightning_fastft.monitor.report.page import render_page
+from lightning_fastft.monitor.report.step_profile import StepTrace, read_events
 from lightning_fastft.monitor.report.verdict import _describe_change
 from lightning_fastft.packing.collate import Document, collate
 from lightning_fastft.planner.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan

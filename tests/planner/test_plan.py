@@ -258,6 +258,20 @@ def test_streamed_weights_and_the_ends_of_the_model_need_host_memory():
         assert plan(cost, host_budget_bytes=MUCH, **options).segments[0].is_streamed
 
 
+@pytest.mark.parametrize("weights", ["resident", "stream"])
+def test_the_policy_offload_leaves_inputs_without_room_on_the_host_on_the_device(weights):
+    cost, held_bytes = qwen3_14b(), 0
+    if weights == "stream":
+        held_bytes = sum(segment.weight_bytes for segment in cost.segments)
+    host_bytes = held_bytes + 4 * cost.segments[0].input_bytes - 1
+    options = {"vram_budget_bytes": MUCH, "machine": H200, "weights": weights}
+    plan = plan_policy(cost, "offload", host_budget_bytes=host_bytes, **options)
+    assert [segment.input_place for segment in plan.segments] == ["host"] * 3 + ["device"] * (len(cost.segments) - 3)
+    assert plan.prediction.host_bytes <= host_bytes
+    assert "room for 3 of " in plan.notes[0]
+    assert not plan_policy(cost, "offload", host_budget_bytes=MUCH, **options).notes
+
+
 def test_a_plan_for_64_layers_runs_at_most_1500_steps(monkeypatch):
     """Each is a simulation of one to two milliseconds, which is all that takes long."""
     cost = random_step(make_rng(0), num_segments=64, num_values=10)

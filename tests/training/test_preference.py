@@ -28,7 +28,12 @@ from tests.support.training_parts import quiet_data, quiet_trainer
 from tests.support.tuners import CONFIG, LORA, gradients, make_tuner, packed, pairs, rows_alone, step
 
 PAIRED = [loss for loss in PREFERENCE_LOSSES if loss != "kto"]
-OPTIONS = {"robust": {"label_smoothing": 0.1}, "simpo": {"beta": 2.0}, "orpo": {"beta": 0.3}}
+OPTIONS = {
+    "sigmoid_norm": {"beta": 5.0, "label_smoothing": 0.1},
+    "robust": {"label_smoothing": 0.1},
+    "simpo": {"beta": 2.0},
+    "orpo": {"beta": 0.3},
+}
 
 
 def pair_losses_alone(tuner, documents):
@@ -50,10 +55,14 @@ def pair_loss(tuner, chosen, rejected, ref_chosen, ref_rejected):
     ratios = chosen.sum() - ref_chosen.sum(), rejected.sum() - ref_rejected.sum()
     ratio = ratios[0] - ratios[1]
     odds = [p / (1 - p) for p in (chosen.double().mean().exp(), rejected.double().mean().exp())]
+    mean_ratio = (chosen - ref_chosen).mean() - (rejected - ref_rejected).mean()
     return {
+        "sigmoid_norm": lambda: (
+            -(1 - noise) * sigmoid(beta * mean_ratio).log() - noise * sigmoid(-beta * mean_ratio).log()
+        ),
         "sigmoid": lambda: -(1 - noise) * sigmoid(beta * ratio).log() - noise * sigmoid(-beta * ratio).log(),
         "hinge": lambda: (1 - beta * ratio).clamp(min=0),
-        "ipo": lambda: ((chosen - ref_chosen).mean() - (rejected - ref_rejected).mean() - 1 / (2 * beta)) ** 2,
+        "ipo": lambda: (mean_ratio - 1 / (2 * beta)) ** 2,
         "robust": lambda: (
             -((1 - noise) * sigmoid(beta * ratio).log() - noise * sigmoid(-beta * ratio).log()) / (1 - 2 * noise)
         ),

@@ -148,6 +148,7 @@ def dpo_loss(tuner, documents, *, loss_types, weights):
     "options",
     [
         {"loss": "sigmoid"},
+        {"loss": "sigmoid_norm", "beta": 5.0},
         {"loss": "hinge", "beta": 0.3},
         {"loss": "ipo", "beta": 0.2},
         {"loss": "robust", "label_smoothing": 0.1},

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fastft.core.checks import check_choice, check_path
 from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.core.extras import pip_line
+from lightning_fastft.hf.loading.hub_ids import refuse_missing_path
 from lightning_fastft.hf.loading.safe_files import check_config, check_index
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class ModelSource:
         from transformers import AutoConfig, PretrainedConfig
 
         if isinstance(self.model, str):
-            _refuse_missing_path(self.model)
+            refuse_missing_path(self.model)
             if self.init == "pretrained":
                 refuse_litgpt(self.model)
                 refuse_adapters(self.model)
@@ -167,7 +168,7 @@ class ModelSource:
 
         if not isinstance(self.model, str) or self.model.endswith(".json"):
             return None
-        _refuse_missing_path(self.model, option=option)
+        refuse_missing_path(self.model, option=option)
         names = {path.name for path in Path(self.model).glob("*")}
         # Without tokenizer files, transformers makes a tokenizer without a vocabulary: every text becomes one token.
         if "config.json" in names and not any(map(_TOKENIZER_FILE.search, names)):
@@ -350,7 +351,7 @@ def load_given_tokenizer(name: str) -> PreTrainedTokenizerBase:
         OptionError: There is no such folder, or it holds no tokenizer.
     """
     name = os.path.expanduser(name)
-    _refuse_missing_path(name, option="tokenizer")
+    refuse_missing_path(name, option="tokenizer")
     found = None if name.endswith(".json") else ModelSource(name).load_tokenizer()
     if found is None:
         raise OptionError(
@@ -363,43 +364,3 @@ def load_given_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def _describe(model: object) -> str:
     """Name a model argument in a message."""
     return repr(model) if isinstance(model, str) else f"of type {type(model).__name__}"
-
-
-def _refuse_missing_path(name: str, *, option: str = "model") -> None:
-    """Refuse a path to nothing, which the hub would be asked for; a hub id has one slash at most, inside.
-
-    Raises:
-        OptionError: There is no such folder or file; and if it may be a hub id, the hub cannot be asked for it.
-    """
-    if Path(name).exists():
-        return
-    is_path = name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
-    parent, slash, _ = name.partition("/")
-    if is_path or (slash and Path(parent).is_dir()):
-        reason = "" if is_path else _ask_hub(name)
-        if is_path or reason:
-            raise OptionError(
-                f"There is no folder or file {name!r} (searched from {Path.cwd()}){reason}. Correct {option}."
-            )
-
-
-def _ask_hub(name: str) -> str:
-    """Return why a model cannot be asked of the hub; "" if the hub answers, or the cache has files of the model.
-
-    transformers asks a hub that cannot be reached again and again, for about 20 seconds.
-    """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
-    from huggingface_hub.file_download import repo_folder_name
-
-    try:
-        if (Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).exists():
-            return ""
-        get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except HfHubHTTPError:
-        # transformers explains what the hub answers.
-        return ""
-    except (HTTPError, OSError, HFValidationError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return f", and the hub cannot be asked for a model of this name: {reason.rstrip('.')}"
-    return ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_fastft.monitor.report.style import inflect, show_number
+from lightning_fastft.core.errors import inflect
+from lightning_fastft.monitor.report.style import show_number
 
 _LOSS, _VALIDATION_LOSS = "Loss", "val_loss"
 _LOADER = "/dataloader_idx_"

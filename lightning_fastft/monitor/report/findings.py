@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastft.monitor.report.copies import StepTrace, copy_use, merge, shares_over_time
+from lightning_fastft.monitor.report.step_profile import StepTrace, copy_use, merge, shares_over_time
 from lightning_fastft.monitor.report.waits import order_waits
 from lightning_fastft.planner.picture import describe_segment, render_plan
 

@@ -14,8 +14,8 @@ import torch
 
 from lightning_fastft.activations.budgets import peak_memory_bytes, peak_reserved_bytes
 from lightning_fastft.monitor.host_waits import HostWaitDetector
-from lightning_fastft.monitor.report.copies import StepTrace
 from lightning_fastft.monitor.report.losses import StepLosses
+from lightning_fastft.monitor.report.step_profile import StepTrace
 from lightning_fastft.monitor.report.sums import Curve, PackSums
 from lightning_fastft.monitor.report.timing import Batch, BatchTimes
 from lightning_fastft.monitor.token_throughput import GIB

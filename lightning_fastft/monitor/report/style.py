@@ -5,6 +5,8 @@ from __future__ import annotations
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from lightning_fastft.core.errors import inflect
+
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b1f24; --soft: #57606a; --line: #d8dee4;
   --blue: #2563c9;
@@ -108,11 +110,6 @@ def show_number(value: float | None, form: str) -> str:
     if value is None:
         return "unknown"
     return _show(value, format(value, form))
-
-
-def inflect(number: int, noun: str) -> str:
-    """Return the noun in the singular for 1, otherwise in the plural."""
-    return noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
 
 
 def _show_percent(share: float) -> str:

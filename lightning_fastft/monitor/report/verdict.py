@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_fastft.monitor.report.style import inflect
+from lightning_fastft.core.errors import count
 
 # Shares worth a sentence: of the time between micro-batches, and of the unused room in packs.
 _DATA_SHARE = 0.1
@@ -24,9 +24,9 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
     {"finished": finished, "stopped": warn, "interrupted": warn}.get(outcome["state"], bad).append(_describe_end(data))
     num_not_finite = data["curves"]["loss"]["num_not_finite"]
     if num_not_finite:
-        bad.append(f"The loss was not finite in {_count(num_not_finite, 'micro-batch')}.")
+        bad.append(f"The loss was not finite in {count(num_not_finite, 'micro-batch')}.")
     bad += [
-        f"{metric['name']} was not finite in {_count(metric['num_not_finite'], 'validation')}."
+        f"{metric['name']} was not finite in {count(metric['num_not_finite'], 'validation')}."
         for metric in (data["validation"] or {"metrics": ()})["metrics"]
         if metric["num_not_finite"]
     ]
@@ -67,7 +67,7 @@ def judge(data: Mapping[str, Any]) -> tuple[str, list[str]]:
 def summarize(data: Mapping[str, Any]) -> str:
     """Return one line for the end of a run: steps, loss, speed, and where the weights are."""
     head = data["head"]
-    parts = [_count(head["num_steps"], "optimizer step")]
+    parts = [count(head["num_steps"], "optimizer step")]
     if data["resumed"]:
         parts[0] += f" ({data['resumed']['step']:,} to {head['last_step']:,})"
     reward = _find_reward(data)
@@ -87,7 +87,7 @@ def summarize(data: Mapping[str, Any]) -> str:
 def _describe_end(data: Mapping[str, Any]) -> str:
     """Return how the run ended, after how many steps, and where it began if not at step 0."""
     outcome, resumed, head = data["outcome"], data["resumed"], data["head"]
-    steps = _count(head["num_steps"], "optimizer step")
+    steps = count(head["num_steps"], "optimizer step")
     ends = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted"}
     end = ends.get(outcome["state"], "failed")
     stop = outcome["stop"]
@@ -126,7 +126,7 @@ def _describe_means(head: Mapping[str, Any], *, first_step: bool = True) -> str:
     if number == 1:
         return f"(the first and the last {unit})"
     alone = f"; the first {unit} alone {head['first_step_loss']:.4g}" if first_step else ""
-    return f"(means of the first {number} and the last {number} {inflect(number, unit)}{alone})"
+    return f"(means of the first {number} and the last {count(number, unit)}{alone})"
 
 
 def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
@@ -146,7 +146,3 @@ def _judge_packs(packing: Mapping[str, Any] | None) -> list[str]:
         )
         return [f"Packs are only {100 * fill:.0f} % full{cause if packing['limit'] == 'documents' else '.'}"]
     return [f"{100 * padding:.0f} % of the tokens in the packs are padding."] if padding > _EMPTY_SHARE else []
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {inflect(number, noun)}"

@@ -47,9 +47,14 @@ _MACHINERY = (
 _LOOP = os.path.join("loops", "training_epoch_loop.py")
 # Lightning passes logged values to the loggers here.
 _CONNECTOR = "logger_connector"
+# Lightning copies a number given to self.log to the device of the module here.
+_TO_TENSOR = ("__to_tensor", os.path.join("core", "module.py"))
+_LOG_REMEDY = (
+    "Lightning copies the number to the device: give self.log a tensor on the host, torch.tensor(float(number))"
+)
 _ENGINE = os.path.join("torch", "autograd", "graph.py")
 # Batches are made in a fetcher of Lightning, or in our thread that reads ahead.
-_FETCHERS = (os.path.join("loops", "fetchers.py"), os.path.join("packing", "stream.py"))
+_FETCHERS = (os.path.join("loops", "fetchers.py"), os.path.join("packing", "loader.py"))
 _SITES = ("site-packages", "dist-packages")
 _ROOTS = tuple(
     os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _PACKAGE, str(Path(torch.__file__).parent))
@@ -110,7 +115,8 @@ class WaitRecorder:
     On CUDA the dispatcher shows operations that sync, also in the backward, ``torch.cuda.set_sync_debug_mode`` shows
     others, and calls of ``synchronize`` are counted. A sync that none of them shows is missed, such as one of an
     extension that calls the driver itself. On a CPU operations are recorded that would sync if their tensors were on a
-    GPU, so reads of tensors that never leave the host count too.
+    GPU, so reads of tensors that never leave the host count too. Copies to a device are not seen there, except those of
+    numbers that ``self.log`` is given.
 
     Args:
         device: Device of the step.
@@ -191,6 +197,8 @@ class WaitRecorder:
         if self.device.type != "cuda" and frames and _reads_host(frames, host_only=self.host_only):
             return
         known = next((text for part, text in KNOWN for frame in frames if part in frame.f_code.co_filename), "")
+        if _makes_logged_tensor(frames):
+            known = _LOG_REMEDY
         of_user = next((frame for frame in frames if not is_library(frame.f_code.co_filename)), None)
         # Values of self.log are read later, when no line of the user is on the stack; their names say which they are.
         logging = next((frame for frame in frames if _is_logging(frame)), None)
@@ -219,6 +227,8 @@ class _DispatchWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         is_cuda = self._recorder.device.type == "cuda"
         found = judge_call(func, args, kwargs, is_cuda=is_cuda)
+        if not is_cuda and func is torch.ops.aten.lift_fresh.default and _makes_logged_tensor(_frames()):
+            found = "copy to the device", ""
         if found is not None:
             self._recorder.note(*found)
         if found is None or not is_cuda:
@@ -303,6 +313,12 @@ def _frames() -> list[FrameType]:
 def _is_logging(frame: FrameType) -> bool:
     """Return whether Lightning passes values of ``self.log`` to the loggers in a frame."""
     return frame.f_code.co_name == "log_metrics" and _CONNECTOR in frame.f_code.co_filename
+
+
+def _makes_logged_tensor(frames: list[FrameType]) -> bool:
+    """Return whether the innermost frame is Lightning's, making a tensor of a number that ``self.log`` was given."""
+    code = frames[0].f_code if frames else None
+    return code is not None and code.co_name == _TO_TENSOR[0] and code.co_filename.endswith(_TO_TENSOR[1])
 
 
 def _describe_logging(frame: FrameType) -> str:

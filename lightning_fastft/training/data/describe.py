@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_fastft.core.checks import check_int
-from lightning_fastft.core.errors import DataError, printable
+from lightning_fastft.core.errors import DataError, count, printable
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.packs import Packs, split_to_multiple
 from lightning_fastft.packing.store.report import IngestReport
 
 if TYPE_CHECKING:
-    from lightning_fastft.packing.stream import DocumentSubset
+    from lightning_fastft.packing.loader import DocumentSubset
     from lightning_fastft.training.data.splits import SplitDataModule
 
 MARKS = ("⟦", "⟧")
@@ -74,18 +74,14 @@ def describe_epoch(*, num_packs: int, num_extra_packs: int, world_size: int, acc
         >>> describe_epoch(num_packs=12, num_extra_packs=2, world_size=1, accumulate=4).partition(" (1 rank")[0]
         'an epoch trains 12 packs (10 packed, 2 more by splitting) in 3 optimizer steps of 4 packs'
     """
-    split = f" ({num_packs - num_extra_packs} packed, {num_extra_packs} more by splitting)" if num_extra_packs else ""
+    num_packed = num_packs - num_extra_packs
+    split = f" ({num_packed:,} packed, {num_extra_packs:,} more by splitting)" if num_extra_packs else ""
     num_per_step = world_size * accumulate
     steps = f"{count(num_packs // num_per_step, 'optimizer step')} of {count(num_per_step, 'pack')}"
     return (
         f"an epoch trains {count(num_packs, 'pack')}{split} in {steps} ({count(world_size, 'rank')} x "
         f"accumulate_grad_batches={accumulate})"
     )
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun, for example "1 pack" and "2 packs"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def render_example(document: Document, tokenizer: Any, *, marks: tuple[str, str] = MARKS) -> str:
@@ -192,12 +188,12 @@ def render_length_histogram(length_N: np.ndarray) -> str:
     """
     ranges = count_lengths(length_N)
     labels = [f"{low}" if low == high else f"{low} - {high}" for low, high, _ in ranges]
-    width, most = max(map(len, labels)), max(count for _, _, count in ranges)
+    width, most = max(map(len, labels)), max(number for _, _, number in ranges)
     lines = []
-    for label, (_, _, count) in zip(labels, ranges):
+    for label, (_, _, number) in zip(labels, ranges):
         # A range with at least one document shows at least one mark.
-        bar = "#" * max(round(BAR_WIDTH * count / max(1, most)), int(count > 0))
-        lines.append(f"{label:>{width}}  {bar:<{BAR_WIDTH}} {count}")
+        bar = "#" * max(round(BAR_WIDTH * number / max(1, most)), int(number > 0))
+        lines.append(f"{label:>{width}}  {bar:<{BAR_WIDTH}} {number}")
     return "\n".join(lines)
 
 
@@ -212,7 +208,7 @@ def count_lengths(length_N: np.ndarray) -> list[tuple[int, int, int]]:
     step = -(-(high - low + 1) // NUM_BINS)
     edges = np.arange(low, high + step + 1, step)
     counts, _ = np.histogram(length_N, bins=edges)
-    return [(begin, end - 1, count) for (begin, end), count in zip(pairwise(edges.tolist()), counts.tolist())]
+    return [(begin, end - 1, number) for (begin, end), number in zip(pairwise(edges.tolist()), counts.tolist())]
 
 
 def _describe_split(
@@ -227,11 +223,11 @@ def _describe_split(
         lines.append(report.render())
     share = 100 * int(subset.num_labelled_N.sum()) / num_tokens
     lines += [
-        f"{count(len(subset), 'example')}, {num_tokens} tokens, {share:.1f} % trained; per example: shortest "
-        f"{int(length_N.min())}, median {middle:.0f}, "
-        f"mean {length_N.mean():.0f}, 99th percentile {high:.0f}, longest {int(length_N.max())}",
+        f"{count(len(subset), 'example')}, {num_tokens:,} tokens, {share:.1f} % trained; per example: shortest "
+        f"{int(length_N.min()):,}, median {middle:,.0f}, "
+        f"mean {length_N.mean():,.0f}, 99th percentile {high:,.0f}, longest {int(length_N.max()):,}",
         render_length_histogram(length_N),
-        f"{count(len(packs), 'pack')} of {packs.max_tokens} tokens ({num_needed} would hold the tokens), fill "
+        f"{count(len(packs), 'pack')} of {packs.max_tokens:,} tokens ({num_needed:,} would hold the tokens), fill "
         f"{100 * packs.fill(length_N):.2f} %",
     ]
     if subset.documents.completions is not None:
@@ -243,8 +239,8 @@ def _describe_split(
 def describe_named(datamodule: SplitDataModule, split: str, *, world_size: int) -> list[str]:
     """Return a line on each named set of a split: its examples, its tokens, and its packs on all ranks."""
     return [
-        f"{name}: {count(len(subset), 'example')}, {int(subset.length_N.sum())} tokens, "
-        f"{int(subset.num_labelled_N.sum())} trained; "
+        f"{name}: {count(len(subset), 'example')}, {int(subset.length_N.sum()):,} tokens, "
+        f"{int(subset.num_labelled_N.sum()):,} trained; "
         f"{count(len(split_to_multiple(packs, subset.length_N, multiple=world_size)), 'pack')}"
         for name, (subset, packs) in datamodule.named_sets(split).items()
     ]
@@ -266,7 +262,7 @@ def describe_split_epoch(datamodule: SplitDataModule, split: str, *, world_size:
     if not num_extra:
         return ""
     return (
-        f"{count(num_all, 'pack')} ({num_extra} more by splitting), so that {count(world_size, 'rank')} get equal "
+        f"{count(num_all, 'pack')} ({num_extra:,} more by splitting), so that {count(world_size, 'rank')} get equal "
         "numbers"
     )
 
@@ -284,6 +280,6 @@ def _describe_sharing(subset: DocumentSubset) -> str:
     shared = int((num_prompt_N - 1 + num_completions_N).sum()) + num_behind
     repeated = int((num_prompt_N * num_completions_N).sum()) + num_behind
     return (
-        f"{count(num_completions, 'completion')}: {shared} tokens with shared prompts, {repeated} "
+        f"{count(num_completions, 'completion')}: {shared:,} tokens with shared prompts, {repeated:,} "
         f"without, {100 * (1 - shared / repeated):.1f} % saved"
     )

@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, set_batches_of_epoch, take_back_batches
 from lightning_fastft.core.errors import ResumeError
+from lightning_fastft.packing.loader import DocumentSubset
 from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
 from lightning_fastft.packing.step_plan import StepPlan
-from lightning_fastft.packing.stream import DocumentSubset
 from lightning_fastft.training.data.position import BY_CONTENT, EPOCH_SIZE, SIZES, compare_plans
 from lightning_fastft.training.data.subsets import count_items
 from lightning_fastft.training.data.trainer_facts import LoopFacts, find_accumulation, find_ranks

@@ -11,9 +11,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.parsing import AttributeDict
 
-from lightning_fastft.core.errors import FastFTError
+from lightning_fastft.core.errors import FastFTError, count
+from lightning_fastft.packing.loader import ENDLESS, PackedLoader
 from lightning_fastft.packing.reading.sources import is_dataset
-from lightning_fastft.packing.stream import ENDLESS, PackedLoader
 from lightning_fastft.training.hyperparameters import to_logged
 
 
@@ -90,5 +90,4 @@ def _is_same(value: object, other: object) -> bool:
 
 
 def _show_length(loader: PackedLoader) -> str:
-    num_packs = len(loader)
-    return "endless" if num_packs == ENDLESS else f"{num_packs} pack{'' if num_packs == 1 else 's'}"
+    return "endless" if len(loader) == ENDLESS else count(len(loader), "pack")

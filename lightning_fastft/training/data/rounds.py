@@ -15,9 +15,9 @@ from lightning_fastft.core.errors import FastFTError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.document import Document, split_document
+from lightning_fastft.packing.loader import EMPTY_PACK_TOKENS
 from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.step_plan import mix_bits
-from lightning_fastft.packing.stream import EMPTY_PACK_TOKENS
 from lightning_fastft.training.data.position import BY_CONTENT, SIZES, compare_plans
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from lightning_fastft.core.checks import (
 )
 from lightning_fastft.core.errors import DataError, OptionError, printable
 from lightning_fastft.core.phases import phase
+from lightning_fastft.packing.loader import DocumentSubset, PackedLoader, PlannedStream
 from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing
 from lightning_fastft.packing.reading.sources import is_mapping
 from lightning_fastft.packing.rows.formats import FormatOptions
@@ -29,7 +30,6 @@ from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
 from lightning_fastft.packing.store.ingest import describe_lost
 from lightning_fastft.packing.store.report import render_counts
-from lightning_fastft.packing.stream import DocumentSubset, PackedLoader, PlannedStream
 from lightning_fastft.training.data.images import find_image_encoder, make_document_images
 from lightning_fastft.training.data.mixtures import MixedSource, mix_sources
 from lightning_fastft.training.data.options import (

@@ -22,10 +22,10 @@ from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import DataError, OptionError, ResumeError, printable
 from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.document import Document
+from lightning_fastft.packing.loader import pad_empty, prefetch
 from lightning_fastft.packing.reading.streams import RowStream
 from lightning_fastft.packing.rows.rejects import Reject
 from lightning_fastft.packing.step_plan import window_items
-from lightning_fastft.packing.stream import pad_empty, prefetch
 from lightning_fastft.packing.tokens.chunks import Chunk
 from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.packing.windows import (

@@ -13,13 +13,13 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 from lightning_fastft.core.errors import DataError
+from lightning_fastft.packing.loader import DocumentSubset
 from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.packing.packs import Packs, join_packs, pack_best_fit_decreasing
 from lightning_fastft.packing.reading.sources import is_mapping
 from lightning_fastft.packing.rows.formats import ALTERNATIVES, COLUMNS, TUNERS
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.packing.store.dataset import TokenizedDataset
-from lightning_fastft.packing.stream import DocumentSubset
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -1,4 +1,4 @@
-"""Cost of the copies in a profiled step: how long they ran, how much of that overlapped with compute, and how long
+"""Profile one step, and measure its copies: how long they ran, how much of that overlapped with compute, and how long
 compute waited.
 
 Compute waits for a copy if it is idle, the host has launched its next kernel, and a copy is running. Gaps caused by a

@@ -1,4 +1,4 @@
-"""Stream planned micro-batches in order from any position, read and collated by a background thread.
+"""PackedLoader: planned micro-batches in order from any position, read and collated by a background thread.
 
 Axes: N documents of a data set, U runs of documents with one prompt.
 """

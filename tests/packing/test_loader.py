@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from lightning_fastft.packing.document import Document
-from lightning_fastft.packing.packs import pack_best_fit_decreasing
-from lightning_fastft.packing.step_plan import StepPlan
-from lightning_fastft.packing.stream import (
+from lightning_fastft.packing.loader import (
     NUM_AHEAD,
     THREAD_NAME,
     DocumentSubset,
@@ -21,6 +19,8 @@ from lightning_fastft.packing.stream import (
     PlannedStream,
     prefetch,
 )
+from lightning_fastft.packing.packs import pack_best_fit_decreasing
+from lightning_fastft.packing.step_plan import StepPlan
 
 
 class Documents:
@@ -199,7 +199,7 @@ def test_closing_drops_the_items_that_wait_for_the_thread():
 @pytest.mark.fault
 def test_interpreter_ends_with_an_iterator_open():
     program = (
-        "from lightning_fastft.packing.stream import prefetch; import itertools; items = "
+        "from lightning_fastft.packing.loader import prefetch; import itertools; items = "
         "prefetch(itertools.count()); print(next(items))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
