@@ -74,7 +74,13 @@ def test_a_second_bar_is_refused_by_name():
 
 def test_a_callback_whose_default_is_an_enum_is_given_by_its_name():
     words = ["--model.model", json.dumps(CONFIG), "--model.init", "random", "--data.paths", "rows.jsonl"]
-    words += ["--trainer.accelerator", "cpu", "--trainer.callbacks+=Timer", "--trainer.callbacks.duration", "00:01:00:00"]
+    words += [
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.callbacks+=Timer",
+        "--trainer.callbacks.duration",
+        "00:01:00:00",
+    ]
     callbacks = FastFTCLI(words, run=False).trainer.callbacks
     (timer,) = (callback for callback in callbacks if isinstance(callback, Timer))
     assert (timer._interval, timer.time_remaining()) == ("step", 3600)
