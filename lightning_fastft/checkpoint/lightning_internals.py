@@ -28,6 +28,18 @@ def batch_progress(trainer: Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.batch_progress
 
 
+def logged_step(trainer: Trainer) -> int:
+    """Return the step under which Lightning logs metrics now: that of the last optimizer step, counted from 0."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def log_last_step(trainer: Trainer) -> None:
+    """Log the metrics of the last optimizer step, as Lightning does after ``on_train_batch_end``; for a run that ends
+    in that hook.
+    """
+    trainer._logger_connector.update_train_step_metrics()
+
+
 def take_back_batches(trainer: Trainer, num_batches: int) -> None:
     """Make Lightning count the last micro-batches as not started, so that they are trained again."""
     progress = batch_progress(trainer)

@@ -17,6 +17,7 @@ from lightning_fastft.checkpoint.lightning_internals import (
     begin_next_epoch,
     do_nothing,
     is_in_window,
+    log_last_step,
     reopen_epoch,
     signal_connector,
     sigterm_broadcast,
@@ -252,6 +253,9 @@ class ExactResume(GivenOnce, Callback):
         number = self._vote.agree(self._stops.received)
         if not number:
             return
+        if not trainer.validating:
+            # Lightning would log this step after the hook.
+            log_last_step(trainer)
         folder, name = checkpoint_folder(trainer), f"{STOPPED}{trainer.global_step}.ckpt"
         # A Path would remove a slash from a URL and save into a local folder.
         path = f"{folder.rstrip('/')}/{name}" if is_remote(folder) else Path(folder) / name

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from jsonargparse import Namespace
+from lightning.fabric.utilities.enums import LightningEnum
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
@@ -149,6 +151,7 @@ class FastFTCLI(LightningCLI):
         """Parse the given arguments, never sys.argv."""
         with paused_collection():
             self.config = parser.parse_args(list(args or []))
+        _use_plain_texts(self.config)
 
     def _parse_ckpt_path(self) -> None:
         """Check that ckpt_path exists. Lightning's method would also override the command line by its settings."""
@@ -213,6 +216,18 @@ class FastFTCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Load checkpoints as tensors and plain types only, whatever the environment sets."""
         return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+
+
+def _use_plain_texts(config: Any) -> None:
+    """Replace Lightning's enums in a config by their texts: ``Timer`` has one as a default, which YAML cannot hold."""
+    if isinstance(config, list):
+        for entry in config:
+            _use_plain_texts(entry)
+    elif isinstance(config, Namespace):
+        for name, value in vars(config).items():
+            if isinstance(value, LightningEnum):
+                setattr(config, name, value.value)
+            _use_plain_texts(value)
 
 
 def _name_callbacks(words: Sequence[str]) -> list[str]:

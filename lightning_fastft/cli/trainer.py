@@ -39,7 +39,8 @@ class FastFTTrainer(Trainer):
     Raises:
         OptionError: The launcher started several processes, or there are several nodes, and the strategy is for one
             device; or num_nodes is "auto", and NODE_RANK says that there are several nodes but not how many; or one of
-            our callbacks is given twice, or two ModelCheckpoints differ in no more than their folder.
+            our callbacks is given twice, or two ModelCheckpoints differ in no more than their folder, or there are two
+            progress bars.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class FastFTTrainer(Trainer):
         # WeightAveraging replaces the weights in its own on_train_end.
         kwargs["callbacks"] = [FinalSave(), *callbacks]
         _refuse_equal_savers(callbacks)
+        _refuse_second_bar(callbacks)
         for callback in callbacks:
             # Their setup would refuse too, but after the data is tokenised.
             if isinstance(callback, GivenOnce):
@@ -118,6 +120,16 @@ def _refuse_equal_savers(callbacks: Iterable[Callback]) -> None:
                 f"dirpath={callback.dirpath}. The command line adds callbacks to those of the config: remove "
                 "--trainer.callbacks+=ModelCheckpoint and write its options into the config."
             )
+
+
+def _refuse_second_bar(callbacks: Iterable[Callback]) -> None:
+    """Raise for two progress bars, as when one is added to that of a config."""
+    bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
+    if len(bars) > 1:
+        raise OptionError(
+            f"The run has the progress bars {' and '.join(bars)}, and a Trainer takes one. The command line adds "
+            f"callbacks to those of the config: write {bars[-1]} into a copy of the config in place of {bars[0]}."
+        )
 
 
 def _take_devices_of_launcher(options: dict[str, Any]) -> None:

@@ -23,6 +23,10 @@ _REASONS = {
     "alora_invocation_tokens": f"{_IN_A_ROW}. Remove it.",
     "arrow_config": "it combines adapters that are already trained. Remove it.",
     "kasa_config": "its regularisation has to be added to the loss, which the tuners do not do. Remove it.",
+    "velora_config": (
+        "its gradients use a mean over all tokens of a micro-batch, padding included, and PEFT keeps that mean in a "
+        "buffer, which checkpoints of adapters do not hold. Remove it."
+    ),
     "monteclora_config": "its divergence has to be added to the loss, which the tuners do not do. Remove it.",
 }
 

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CometLogger, MLFlowLogger, TensorBoardLogg
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_fastft.checkpoint.lightning_internals import logged_step
 from lightning_fastft.checkpoint.rng import RandomState
 from lightning_fastft.core.checks import check_int, tokenizer_of
 from lightning_fastft.core.errors import OptionError, printable
@@ -163,7 +164,7 @@ class GenerateSamples(GivenOnce, Callback):
         for logger in trainer.loggers:
             log = _log_function(logger)
             if log is not None:
-                log(logger, prompts, found)
+                log(logger, prompts, found, step=logged_step(trainer))
 
     def _find_tokenizer(self, trainer: Trainer, pl_module: LightningModule) -> Any:
         data = getattr(trainer, "datamodule", None)
@@ -218,25 +219,25 @@ def _find_model(pl_module: LightningModule) -> Any:
     return found[0]
 
 
-def _log_tensorboard(logger: TensorBoardLogger, prompts: Sequence[str], found: Samples) -> None:
+def _log_tensorboard(logger: TensorBoardLogger, prompts: Sequence[str], found: Samples, *, step: int) -> None:
     for number, (prompt, answer) in enumerate(zip(prompts, found.answers)):
-        logger.experiment.add_text(f"samples/{number}", f"{prompt}\n\n{answer}", found.step)
+        logger.experiment.add_text(f"samples/{number}", f"{prompt}\n\n{answer}", step)
 
 
-def _log_wandb(logger: WandbLogger, prompts: Sequence[str], found: Samples) -> None:
+def _log_wandb(logger: WandbLogger, prompts: Sequence[str], found: Samples, *, step: int) -> None:
     rows: list[Any] = [[found.step, prompt, answer] for prompt, answer in zip(prompts, found.answers)]
-    logger.log_text(key="samples", columns=["step", "prompt", "answer"], data=rows, step=found.step)
+    logger.log_text(key="samples", columns=["step", "prompt", "answer"], data=rows, step=step)
 
 
-def _log_mlflow(logger: MLFlowLogger, prompts: Sequence[str], found: Samples) -> None:
+def _log_mlflow(logger: MLFlowLogger, prompts: Sequence[str], found: Samples, *, step: int) -> None:
     text = "\n\n".join(f"{prompt}\n\n{answer}" for prompt, answer in zip(prompts, found.answers))
     logger.experiment.log_text(logger.run_id, text, f"samples/step={found.step}.txt")
 
 
-def _log_comet(logger: CometLogger, prompts: Sequence[str], found: Samples) -> None:
+def _log_comet(logger: CometLogger, prompts: Sequence[str], found: Samples, *, step: int) -> None:
     for number, (prompt, answer) in enumerate(zip(prompts, found.answers)):
         metadata = {"prompt": prompt, "number": number}
-        logger.experiment.log_text(f"{prompt}\n\n{answer}", step=found.step, metadata=metadata)
+        logger.experiment.log_text(f"{prompt}\n\n{answer}", step=step, metadata=metadata)
 
 
 def _log_function(logger: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fastft.activations.budgets import peak_memory_bytes
+from lightning_fastft.checkpoint.lightning_internals import logged_step
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.device_peaks import peak_bf16_flops
 from lightning_fastft.core.given_once import GivenOnce
@@ -28,8 +29,10 @@ GIB = 1024**3
 class _Interval:
     """Counts between two times: CUDA events, or seconds of the host's clock."""
 
-    def __init__(self, *, step: int, begin: Mark) -> None:
-        self.first_step = self.step = step
+    def __init__(self, *, first_step: int, begin: Mark) -> None:
+        self.first_step = first_step
+        # The step of loggers, which count from 0.
+        self.step = 0
         self.begin = self.end = begin
         self.num_tokens = self.num_real_tokens = self.num_labelled = 0
         self.flops = 0.0
@@ -107,12 +110,13 @@ class TokenThroughput(GivenOnce, Callback):
         if self._open is None:
             # The first step of a run or after a validation has set-up work, so the interval starts after it.
             if has_stepped:
-                self._open = _Interval(step=trainer.global_step, begin=mark_time(device))
+                self._open = _Interval(first_step=trainer.global_step, begin=mark_time(device))
             return
         self._count(batch, self._open)
+        self._open.step = logged_step(trainer)
         if trainer.global_step - self._open.first_step >= self.log_every_n_steps:
             self._end(self._open, trainer)
-            self._open = _Interval(step=trainer.global_step, begin=self._open.end)
+            self._open = _Interval(first_step=trainer.global_step, begin=self._open.end)
         self._log_finished(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -129,7 +133,7 @@ class TokenThroughput(GivenOnce, Callback):
         self._open = None
 
     def _end(self, interval: _Interval, trainer: Trainer) -> None:
-        interval.step, interval.end = trainer.global_step, mark_time(trainer.strategy.root_device)
+        interval.end = mark_time(trainer.strategy.root_device)
         self._waiting.append(interval)
 
     def _count(self, batch: Any, interval: _Interval) -> None:

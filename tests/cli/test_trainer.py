@@ -3,6 +3,7 @@ the launcher says how many nodes there are.
 """
 
 import csv
+import json
 import math
 import os
 import re
@@ -10,11 +11,13 @@ import subprocess
 import sys
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, Timer
 
 from lightning_fastft import FastFTProgressBar, FineTuner
+from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.trainer import FastFTTrainer
 from lightning_fastft.core.errors import OptionError
+from tests.support.token_weighting_worker import CONFIG
 from tests.support.two_ranks import ROOT
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
@@ -62,6 +65,25 @@ def test_bars_of_a_config_are_dropped_if_none_is_asked_for(given):
     kept = FastFTTrainer(**QUIET, callbacks=given, enable_progress_bar=False).callbacks
     assert not any(isinstance(callback, ProgressBar) for callback in kept)
     assert any(isinstance(callback, Timer) for callback in kept) == isinstance(given, list)
+
+
+def test_a_second_bar_is_refused_by_name():
+    with pytest.raises(OptionError, match="write RichProgressBar into a copy of the config in place of FastFT"):
+        FastFTTrainer(**QUIET, callbacks=[FastFTProgressBar(), RichProgressBar()])
+
+
+def test_a_callback_whose_default_is_an_enum_is_given_by_its_name():
+    words = ["--model.model", json.dumps(CONFIG), "--model.init", "random", "--data.paths", "rows.jsonl"]
+    words += [
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.callbacks+=Timer",
+        "--trainer.callbacks.duration",
+        "00:01:00:00",
+    ]
+    callbacks = FastFTCLI(words, run=False).trainer.callbacks
+    (timer,) = (callback for callback in callbacks if isinstance(callback, Timer))
+    assert (timer._interval, timer.time_remaining()) == ("step", 3600)
 
 
 def test_short_fit_leaves_its_loss_and_says_nothing_that_nobody_can_act_on(tmp_path, demo_files):

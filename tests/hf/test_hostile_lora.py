@@ -62,6 +62,7 @@ def test_values_of_another_type_are_refused(fields, told):
         ({"arrow_config": {}}, "already trained"),
         ({"kasa_config": {}}, "added to the loss"),
         ({"monteclora_config": {}}, "added to the loss"),
+        ({"velora_config": {}}, "padding included"),
         # PEFT ignores unknown fields inside these.
         ({"init_lora_weights": "eva", "eva_config": {"rhoo": 2.0}}, r"eva_config .*'rhoo'. Did you mean rho\?"),
         ({"init_lora_weights": "loftq", "loftq_config": {"loftq_iters": 4}}, r"Did you mean loftq_iter\?"),

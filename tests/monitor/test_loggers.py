@@ -76,7 +76,9 @@ def check(read, data):
         assert len(points) == (NUM_STEPS // 2 if name in metrics else NUM_STEPS)
         assert [step for step, _ in read[name]] == [step for step, _ in points], name
         assert [value for _, value in read[name]] == pytest.approx([value for _, value in points], rel=1e-6), name
-    assert len(read["throughput/tokens_per_s"]) >= 2
+    steps = [step for step, _ in read["throughput/tokens_per_s"]]
+    assert len(steps) >= 2
+    assert steps[-1] == NUM_STEPS - 1
 
 
 def need(run, name):
@@ -108,7 +110,7 @@ def test_tensorboard(run):
             (one.step, one.tensor_proto.string_val[0].decode())
             for one in events.Tensors(f"samples/{number}/text_summary")
         ]
-        assert texts == [(found.step, f"{prompt}\n\n{found.answers[number]}") for found in run[1].samples]
+        assert texts == [(found.step - 1, f"{prompt}\n\n{found.answers[number]}") for found in run[1].samples]
 
 
 def read_leveldb_log(content, block=32768, header=7):
@@ -142,6 +144,7 @@ def test_wandb(run):
         for name, value in items.items():
             read.setdefault(name, []).append((int(items["trainer/global_step"]), json.loads(value)))
     check({name: points for name, points in read.items() if isinstance(points[0][1], (int, float))}, run[0])
+    assert [step for step, _ in read["samples.nrows"]] == [found.step - 1 for found in run[1].samples]
     tables = sorted(folder.glob("wandb/offline-run-*/files/media/table/samples*.table.json"))
     rows = sorted(row for table in tables for row in json.loads(table.read_text())["data"])
     assert rows == sorted([found.step, *pair] for found in run[1].samples for pair in zip(PROMPTS, found.answers))
@@ -172,7 +175,7 @@ def test_comet(run):
                 texts.append((payload["additional_params"]["step"], files.read(payload["file_path"]).decode()))
     check(read, run[0])
     assert texts == [
-        (found.step, f"{prompt}\n\n{answer}")
+        (found.step - 1, f"{prompt}\n\n{answer}")
         for found in run[1].samples
         for prompt, answer in zip(PROMPTS, found.answers)
     ]

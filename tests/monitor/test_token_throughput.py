@@ -58,7 +58,7 @@ def fit(tmp_path, callback, *, batches=None, val=None, **options):
 def test_counts_tokens_of_each_interval_behind_the_first_step(tmp_path):
     batches = packed_batches(5, pad_to=64)
     logged, _ = fit(tmp_path, TokenThroughput(log_every_n_steps=2), batches=batches)
-    assert [step for _, step in logged] == [3, 5]
+    assert [step for _, step in logged] == [2, 4]
     for (metrics, _), pair in zip(logged, (batches[1:3], batches[3:5])):
         real = sum(batch.context.num_real_tokens for batch in pair)
         assert metrics["throughput/tokens_per_s"] == real
@@ -92,7 +92,7 @@ def test_unknown_device_reports_no_utilisation_and_says_so(tmp_path):
 def test_whole_windows_of_accumulation(tmp_path):
     batches = packed_batches(6)
     logged, _ = fit(tmp_path, TokenThroughput(log_every_n_steps=1), batches=batches, accumulate_grad_batches=2)
-    assert [step for _, step in logged] == [2, 3]
+    assert [step for _, step in logged] == [1, 2]
     assert logged[0][0]["throughput/tokens_per_s"] == sum(batch.context.num_tokens for batch in batches[2:4])
 
 
@@ -106,18 +106,18 @@ def test_validation_is_left_out(tmp_path):
         val_check_interval=3,
         num_sanity_val_steps=0,
     )
-    assert [step for _, step in logged] == [2, 3, 5, 6]
+    assert [step for _, step in logged] == [1, 2, 4, 5]
 
 
 def test_interval_ends_with_its_epoch_and_at_validation(tmp_path):
     batches = packed_batches(4)
     real = [batch.context.num_real_tokens for batch in batches]
     logged, _ = fit(tmp_path, TokenThroughput(), batches=batches, max_epochs=2)
-    assert [step for _, step in logged] == [4, 8]
+    assert [step for _, step in logged] == [3, 7]
     assert [metrics["throughput/tokens_per_s"] for metrics, _ in logged] == [sum(real[1:])] * 2
     options = {"val_check_interval": 2, "num_sanity_val_steps": 0}
     logged, _ = fit(tmp_path, TokenThroughput(), batches=batches, val=packed_loader(1), **options)
-    assert [(metrics["throughput/tokens_per_s"], step) for metrics, step in logged] == [(real[1], 2), (real[3], 4)]
+    assert [(metrics["throughput/tokens_per_s"], step) for metrics, step in logged] == [(real[1], 1), (real[3], 3)]
 
 
 def test_short_run_has_its_throughput_in_the_file_of_metrics(tmp_path):
@@ -127,8 +127,10 @@ def test_short_run_has_its_throughput_in_the_file_of_metrics(tmp_path):
         PlainModule(tiny_llama()), packed_loader(7)
     )
     with (Path(logger.log_dir) / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["throughput/tokens_per_s"]]
-    assert [row["step"] for row in rows] == ["7", "14"]
+        rows = list(csv.DictReader(file))
+    # At the step of the loss that ends the interval.
+    steps = {name: [row["step"] for row in rows if row[name]] for name in ("throughput/tokens_per_s", "train_loss")}
+    assert steps == {"throughput/tokens_per_s": ["6", "13"], "train_loss": [str(step) for step in range(14)]}
 
 
 def test_plain_batches_are_counted_by_their_ids(tmp_path):
