@@ -123,9 +123,9 @@ def _refuse_equal_savers(callbacks: Iterable[Callback]) -> None:
 
 
 def _refuse_second_bar(callbacks: Iterable[Callback]) -> None:
-    """Raise for two progress bars, as when one is added to that of a config."""
+    """Raise for two kinds of progress bars, as when one is added to that of a config; equal ones are refused later."""
     bars = [type(callback).__name__ for callback in callbacks if isinstance(callback, ProgressBar)]
-    if len(bars) > 1:
+    if len({*bars}) > 1:
         raise OptionError(
             f"The run has the progress bars {' and '.join(bars)}, and a Trainer takes one. The command line adds "
             f"callbacks to those of the config: write {bars[-1]} into a copy of the config in place of {bars[0]}."

@@ -21,6 +21,7 @@ import lightning_fastft.cli.command as command_module
 from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.cli import doctor, main
+from lightning_fastft.cli.answers import explain_missing_files
 from lightning_fastft.cli.demo import describe_losses
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import FastFTCLI
@@ -343,7 +344,7 @@ def test_fit_without_a_length_is_refused_before_the_model_is_read(folder, answer
 
 
 @pytest.mark.parametrize("command", ["fit", "data"])
-def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answer):
+def test_a_tokenizer_that_is_not_there_answers_with_what_to_do(command, folder, answer):
     (folder / "empty").mkdir()
     (folder / "empty/tokenizer_config.json").write_text("{}")
     (folder / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
@@ -360,7 +361,16 @@ def test_a_model_that_is_not_there_answers_with_what_to_do(command, folder, answ
     status, text = answer([command, *words, "--trainer.max_steps", "1", "--trainer.logger", "false"])
     assert status == 1
     assert "Traceback" not in text
-    lines = [line for line in text.splitlines() if line.startswith(("error", "hint"))]
+    assert "error: OptionError: The tokenizer of 'empty' cannot be read: " in text
+    assert "Give a hub id or a folder with tokenizer.json." in text
+
+
+def test_files_that_transformers_cannot_read_for_an_own_module_answer_with_what_to_do(folder):
+    (folder / "empty").mkdir()
+    (folder / "empty/tokenizer_config.json").write_text("{}")
+    with pytest.raises((OSError, ValueError)) as raised:
+        transformers.AutoTokenizer.from_pretrained("empty")
+    lines = explain_missing_files(raised.value).splitlines()
     assert lines[0].startswith("error: the model's files could not be read: ")
     assert lines[1].startswith("hint: 'empty' must be a name on huggingface.co or a folder")
     assert "runs/demo/trained" in lines[2]
