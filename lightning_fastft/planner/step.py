@@ -198,7 +198,8 @@ def uniform_plan(num_segments: int, kind: str, *, num_hosted: int | None = None)
     check_int("num_segments", num_segments, low=1)
     check_choice("kind", kind, ("keep", "recompute", "offload"))
     segment = SegmentPlan(kind == "keep", "device", ())
-    num_hosted = 0 if kind != "offload" else min(num_segments - 1, num_segments if num_hosted is None else num_hosted)
+    most = num_segments - 1 if kind == "offload" else 0
+    num_hosted = most if num_hosted is None else min(most, num_hosted)
     return (*[segment._replace(input_place="host")] * num_hosted, *[segment] * (num_segments - num_hosted))
 
 
