@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_fastft.cli.doctor import LastTable
 from lightning_fastft.cli.lightning_cli import FastFTCLI
@@ -58,13 +58,10 @@ def run_demo(words: Sequence[str]) -> int:
         "tokenizer trained on them."
     )
 
-    losses: list[torch.Tensor] = []
-    # Losses stay on the device until the end: no host sync.
-    curve = LambdaCallback(on_train_batch_end=lambda _, __, outputs, *___: losses.append(outputs["loss"].detach()))
-    table = LastTable()
+    curve, table = LossCurve(), LastTable()
     cli = FastFTCLI(["fit", "--config", str(CONFIG_FOLDER / "demo.yaml"), *words], callbacks=[curve, table])
     trained = time.perf_counter()
-    loss_text, has_learned = describe_losses(torch.stack(losses).float().cpu())
+    loss_text, has_learned = describe_losses(torch.stack(curve.losses).float().cpu())
     result = cli.trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)[0]
 
     _say("\nAnswers to held-out questions")
@@ -84,6 +81,27 @@ def run_demo(words: Sequence[str]) -> int:
     )
     _say(f"Took {time.perf_counter() - begin:.0f} s, {trained - begin:.0f} of them until the end of training.")
     return 0 if has_learned and difference <= allowed else 1
+
+
+class LossCurve(Callback):
+    """Losses of the optimizer steps. They stay on the device until the end: no host sync."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self._num_steps = 0
+        self._is_inside_step = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add the loss of a micro-batch, which Lightning divided by those of a window, to that of its step."""
+        loss = outputs["loss"].detach()
+        if self._is_inside_step:
+            self.losses[-1] = self.losses[-1] + loss
+        else:
+            self.losses.append(loss)
+        self._is_inside_step = trainer.global_step == self._num_steps
+        self._num_steps = trainer.global_step
 
 
 def describe_losses(loss_S: torch.Tensor) -> tuple[str, bool]:

@@ -22,7 +22,7 @@ from lightning_fastft import FineTuner, PackedDataModule
 from lightning_fastft.checkpoint.files import check_file
 from lightning_fastft.cli import doctor, main
 from lightning_fastft.cli.answers import explain_missing_files
-from lightning_fastft.cli.demo import describe_losses
+from lightning_fastft.cli.demo import LossCurve, describe_losses
 from lightning_fastft.cli.doctor import shrink_config
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.signatures import read_options
@@ -313,6 +313,28 @@ def test_demo_of_few_steps_says_what_its_loss_is_the_mean_of_and_why_it_fails():
     text, has_learned = describe_losses(torch.tensor([6.0] * 20 + [2.0] * 20))
     assert text == "Training loss: 6.000 at the first step, 2.000 over the last 20 of 40 steps."
     assert has_learned
+
+
+def test_demo_sums_the_loss_of_a_step_over_its_micro_batches(tmp_path):
+    class Counts(BoringModel):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)["loss"] * 0 + batch_idx
+
+    curve = LossCurve()
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=6,
+        limit_val_batches=0,
+        accumulate_grad_batches=3,
+        callbacks=[curve],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Counts())
+    assert [float(loss) for loss in curve.losses] == pytest.approx([1, 4])
 
 
 def test_last_is_a_word_and_no_file(folder):
