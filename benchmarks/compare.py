@@ -380,7 +380,8 @@ class ComparisonRun:
         if not left:
             return
         has_reference = self.files.reference(1.0).exists()
-        leaves_reference = left[0].system == "plain" and not has_reference
+        # Liger's loss is no reference.
+        leaves_reference = left[0].system == "plain" and "liger" not in left[0].mode and not has_reference
         if not leaves_reference and not has_reference and not self._has_asked_for_reference:
             self._has_asked_for_reference = True
             reference = ROWS[self.options.row].settings["plain"][0] if self.options.row else "recompute"

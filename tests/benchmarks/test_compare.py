@@ -596,6 +596,13 @@ def test_without_plain_the_reference_is_left_first_and_tried_once(run, processes
     assert titles_of(processes[0]).count([("plain recompute", 0)]) == 1
 
 
+def test_plain_with_liger_alone_is_compared_with_a_reference_that_is_left_before(run, processes):
+    run(("plain", "keep+liger"), OURS, has_reference=False, passes="1")
+    assert [[(title, is_judged) for title, *_, is_judged in process] for process in processes[0][:2]] == [
+        [("plain recompute", False)], [("plain keep+liger", True), ("plain keep+liger A/A", True)],
+    ]  # fmt: skip
+
+
 def test_a_run_that_ended_for_want_of_time_goes_on(run, processes, capsys):
     session = run(PLAIN, OURS, budget_s="0")
     assert {record["reason"] for record in session.records()} == {"not started: no time"}
