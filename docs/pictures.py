@@ -33,7 +33,7 @@ CURVES = {
 }
 # The workloads of the chart; all bars of one are of one run (NAMED_RUNS of docs/named_runs.py).
 CHART = (
-    ("14b", "Qwen3-14B QLoRA"),
+    ("14b-trl", "Qwen3-14B QLoRA"),
     ("0.6b", "Qwen3-0.6B LoRA"),
 )
 # Label, system, and setting; without one, the fastest.
@@ -42,6 +42,7 @@ BARS = (
     ("Unsloth, fastest", "unsloth", ""),
     ("Unsloth, default", "unsloth", "unsloth"),
     ("TRL, packed, fastest", "trl", ""),
+    ("TRL, with checkpointing", "trl", "recompute+liger"),
     ("transformers + PEFT, fastest", "plain", ""),
 )
 

@@ -39,8 +39,8 @@ def bars_of(drawing):
 
 
 def test_the_chart_shows_one_run_and_follows_results(pictures, monkeypatch, tmp_path):
-    labels = [label for label, *_ in pictures.BARS]
-    assert list(bars_of(pictures.draw_chart())) == labels[:3]
+    labels = {label for label, *_ in pictures.BARS} - {"transformers + PEFT, fastest"}
+    assert {*bars_of(pictures.draw_chart())} == labels
     results = tmp_path / "results.csv"
     lines = pictures.RESULTS.read_text().splitlines(keepends=True)
     (run,) = [line for line in lines if ",69.1796," in line]
@@ -52,7 +52,7 @@ def test_the_chart_shows_one_run_and_follows_results(pictures, monkeypatch, tmp_
     results.write_text("".join([*lines, trl, plain, *tokens]).replace(",138.168,", ",137.168,"))
     monkeypatch.setattr(pictures, "RESULTS", results)
     bars = bars_of(pictures.draw_chart())
-    assert list(bars) == labels[:4]
+    assert {*bars} == labels
     assert (bars["Unsloth, fastest"], bars["TRL, packed, fastest"]) == ("137", "400")
 
 
