@@ -141,8 +141,9 @@ def call_factory(
     except ValueError as error:
         raise OptionError(
             f"The optimizer refused the {len(parameters)} trainable tensors of {model_name}: {error} An optimizer of "
-            "matrices alone (Muon) needs a configure_optimizers of your own, with a second one for vectors and "
-            "embeddings."
+            "matrices alone (Muon) trains adapters (lora). For every weight, return one Optimizer from "
+            "configure_optimizers, which steps Muon for matrices and another one for vectors and embeddings: Lightning "
+            "takes several optimizers only with manual optimization."
         ) from error
     # PyTorch keeps unknown options of a group without a word.
     if weight_decay and optimizer.defaults and "weight_decay" not in optimizer.defaults:
