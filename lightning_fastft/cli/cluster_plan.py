@@ -23,7 +23,8 @@ from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
 from lightning_fastft.estimate.model_size import ModelSize, measure_model
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.sharding.units import AdapterPlacement
-from lightning_fastft.planner.plan import Plan, StepCost, predict, uniform_plan
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import Plan, StepCost, uniform_plan
 
 _GIB = 2**30
 

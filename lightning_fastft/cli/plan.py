@@ -24,8 +24,8 @@ from lightning_fastft.estimate.graph_plan import plan_step
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.estimate.optimizer_cost import is_metered
 from lightning_fastft.planner.picture import render_plan
-from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
-from lightning_fastft.planner.step import Plan, Prediction, gib
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import Plan, Prediction, StepCost, gib, uniform_plan
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner

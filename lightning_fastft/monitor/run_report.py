@@ -34,7 +34,7 @@ from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastft.planner.plan import Plan, StepCost
+    from lightning_fastft.planner.step import Plan, StepCost
 
 # Most logged values with a curve. The loss has one of its own, exact over ranks.
 MOST_VALUES = 32

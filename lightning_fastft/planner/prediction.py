@@ -145,15 +145,12 @@ class StepModel:
             compute_ms=self._own_ms + sum(work.rebuilt_ms for work in works),
         )
 
-    def run(self, segments: Sequence[SegmentPlan], intervals: list[Interval] | None = None) -> Prediction:
-        """Return the cost of a plan that fits the segments; append the work of each stream to intervals if given.
-
-        The result has neither memory over time nor streams.
-        """
-        return self.simulate(self.footprint(segments), intervals)
+    def run(self, segments: Sequence[SegmentPlan]) -> Prediction:
+        """Return the cost of a plan that fits the segments, without memory over time and streams."""
+        return self.simulate(self.footprint(segments))
 
     def simulate(self, footprint: Footprint, intervals: list[Interval] | None = None) -> Prediction:
-        """Return the cost of a plan from its footprint, as ``run``."""
+        """Return the cost of a plan from its footprint, as ``run``; append the work of each stream to intervals."""
         works = footprint.works
         clock = _Clock(self.machine, limit_bytes=footprint.staging_bytes, intervals=intervals)
         sizes = [self.cost.segments[number].weight_bytes for number in footprint.streamed]
