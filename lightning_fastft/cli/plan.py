@@ -119,10 +119,12 @@ def _render_cluster(options: _Options, model: Tuner, trainer: Trainer, *, max_to
         options=_cost_options(model, trainer, document_tokens=options.document_tokens),
         num_tokens=max_tokens,
         num_micro=trainer.accumulate_grad_batches,
-        host_bytes=options.host_bytes,
-        vram_bytes=options.vram_bytes,
+        planning={
+            "vram_budget_bytes": options.vram_bytes,
+            "host_budget_bytes": options.host_bytes,
+            "policy": options.planning.get("policy", "auto"),
+        },
         step_ms=options.step_ms,
-        policy=options.planning.get("policy", "auto"),
         adapters=trainer.strategy.adapters if isinstance(trainer.strategy, FastFTFSDPStrategy) else "auto",
     )
     return render_layouts(options.cluster, plans)
