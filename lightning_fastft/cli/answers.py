@@ -122,17 +122,9 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
     unknown = _NO_CLASS.search(message)
     if key and unknown and not _CHOICE.search(message):
         inner = _INNER_KEY.search(" ".join(lines))
-        option = f"{key[1]}.{inner[1]}" if inner else key[1]
-        hint = hint_value(option, unknown[1])
-        if option.endswith("strategy") and (owner := _find_strategy(unknown[1])):
-            hint = f"hint: name its class first: --{option} {owner}\n"
-            return f"error: {option}: the name {unknown[1]!r} takes no options\n{hint}{last_line}"
-        if not hint and (near := _find_near_classes(option, unknown[1])):
-            hint = f"hint: did you mean {'lightning_fastft.' if near == unknown[1] else ''}{near}?\n"
-        elif not hint and option in _PLACES:
-            hint = f"hint: --{option} names a class; did you mean --{_PLACES[option]} {unknown[1]}?\n"
-        if hint:
-            return f"error: {option}: there is no class {unknown[1]}\n{hint}{last_line}"
+        answer = _explain_no_class(f"{key[1]}.{inner[1]}" if inner else key[1], unknown[1])
+        if answer:
+            return f"{answer}{last_line}"
 
     kept = [
         _explain_choice(line.removeprefix("- "), lines)
@@ -147,6 +139,18 @@ def explain_refusal(message: str, *, options: Collection[str], program: str) -> 
     got = re.search(r", got '([^']*)'$", reason)
     hint = hint_value(where.removesuffix(": "), got[1]) if got else ""
     return f"error: {where}{reason}\n{hint}{last_line}"
+
+
+def _explain_no_class(option: str, name: str) -> str:
+    """Return the reason and the hint of a name that is no class; "" if there is no hint."""
+    if option.endswith("strategy") and (owner := _find_strategy(name)):
+        return f"error: {option}: the name {name!r} takes no options\nhint: name its class first: --{option} {owner}\n"
+    hint = hint_value(option, name)
+    if not hint and (near := _find_near_classes(option, name)):
+        hint = f"hint: did you mean {'lightning_fastft.' if near == name else ''}{near}?\n"
+    elif not hint and option in _PLACES:
+        hint = f"hint: --{option} names a class; did you mean --{_PLACES[option]} {name}?\n"
+    return f"error: {option}: there is no class {name}\n{hint}" if hint else ""
 
 
 def _keep_type_meant(message: str) -> str:
