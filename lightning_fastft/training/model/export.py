@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from lightning_fastft.checkpoint.atomic import replacing
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.files import edited_json
 
 if TYPE_CHECKING:
     from lightning_fastft.training.model.saved import SavedCausalLM
@@ -61,7 +59,9 @@ def save_model(module: SavedCausalLM, folder: str) -> None:
         with replacing(Path(folder)) as part, disk_errors():
             model.save_pretrained(str(part), **({} if state is None else {"state_dict": state}))
             if state is not None:
-                _name_dtype(part / "config.json", module._compute_dtype)
+                # transformers wrote the dtype of the masters.
+                with edited_json(part / "config.json") as config:
+                    config["dtype"] = str(module._compute_dtype).removeprefix("torch.")
             share_weights(part)
             complete(part)
             names = {path.name for path in part.iterdir()}
@@ -79,10 +79,3 @@ def _refuse_other_kind(folder: Path, *, is_adapters: bool) -> None:
             f"{folder} holds {other}, and transformers would add the adapters to the model. Save {own} to another "
             "folder; the model of this process is unchanged."
         )
-
-
-def _name_dtype(file: Path, dtype: torch.dtype) -> None:
-    """Write the dtype of the saved weights to a configuration, where transformers wrote that of the masters."""
-    content = json.loads(file.read_text(encoding="utf-8"))
-    content["dtype"] = str(dtype).removeprefix("torch.")
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
