@@ -36,7 +36,8 @@ from lightning_fastft.estimate.layouts import (
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
 from lightning_fastft.estimate.model_size import ModelSize, measure_model
-from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import StepCost, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
 
 MAX_ERROR = 0.10

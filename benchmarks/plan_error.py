@@ -32,7 +32,8 @@ from lightning_fastft.core.errors import FastFTError, OptionError
 from lightning_fastft.estimate.costs import MeteredStep, meter_step, plan_on
 from lightning_fastft.estimate.machines import Gpu, find_gpu
 from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
-from lightning_fastft.planner.plan import predict, uniform_plan
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
 
 BENCHMARKS = ("train_step", "compare", "moe", "multi_gpu", "offload front", "offload buffers", "offload small-cards")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_fastft.cli.other_names import hint_option, hint_value
 from lightning_fastft.cli.signatures import read_options
-from lightning_fastft.cli.words import TRAINER_COMMANDS
+from lightning_fastft.cli.words import TRAINER_COMMANDS, config_names
 
 PARTLY_ALLOWED = ("lightning", "peft", "torch", "torchmetrics", "transformers")
 _IMPORT_REFUSED = re.compile(r"Importing '([^']+)' is not allowed")
@@ -86,7 +86,7 @@ _NOISE = re.compile(
 )
 
 
-def explain_refusal(message: str, *, options: Collection[str], program: str, configs: Collection[str] = ()) -> str:
+def explain_refusal(message: str, *, options: Collection[str], program: str) -> str:
     """Return the reason of a parser error in the first line, followed by hints.
 
     Example:
@@ -115,24 +115,16 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
         name = next(filter(None, unknown.groups()))
         return f"error: {where}{_explain_unknown(name, lines, options)}{last_line}"
 
-    special = _explain_special(message, lines, where=where, configs=configs)
+    special = _explain_special(message, lines, where=where)
     if special:
         return f"{special}{last_line}"
 
     unknown = _NO_CLASS.search(message)
     if key and unknown and not _CHOICE.search(message):
         inner = _INNER_KEY.search(" ".join(lines))
-        option = f"{key[1]}.{inner[1]}" if inner else key[1]
-        hint = hint_value(option, unknown[1])
-        if option.endswith("strategy") and (owner := _find_strategy(unknown[1])):
-            hint = f"hint: name its class first: --{option} {owner}\n"
-            return f"error: {option}: the name {unknown[1]!r} takes no options\n{hint}{last_line}"
-        if not hint and (near := _find_near_classes(option, unknown[1])):
-            hint = f"hint: did you mean {'lightning_fastft.' if near == unknown[1] else ''}{near}?\n"
-        elif not hint and option in _PLACES:
-            hint = f"hint: --{option} names a class; did you mean --{_PLACES[option]} {unknown[1]}?\n"
-        if hint:
-            return f"error: {option}: there is no class {unknown[1]}\n{hint}{last_line}"
+        answer = _explain_no_class(f"{key[1]}.{inner[1]}" if inner else key[1], unknown[1])
+        if answer:
+            return f"{answer}{last_line}"
 
     kept = [
         _explain_choice(line.removeprefix("- "), lines)
@@ -149,6 +141,18 @@ def explain_refusal(message: str, *, options: Collection[str], program: str, con
     return f"error: {where}{reason}\n{hint}{last_line}"
 
 
+def _explain_no_class(option: str, name: str) -> str:
+    """Return the reason and the hint of a name that is no class; "" if there is no hint."""
+    if option.endswith("strategy") and (owner := _find_strategy(name)):
+        return f"error: {option}: the name {name!r} takes no options\nhint: name its class first: --{option} {owner}\n"
+    hint = hint_value(option, name)
+    if not hint and (near := _find_near_classes(option, name)):
+        hint = f"hint: did you mean {'lightning_fastft.' if near == name else ''}{near}?\n"
+    elif not hint and option in _PLACES:
+        hint = f"hint: --{option} names a class; did you mean --{_PLACES[option]} {name}?\n"
+    return f"error: {option}: there is no class {name}\n{hint}" if hint else ""
+
+
 def _keep_type_meant(message: str) -> str:
     """Return an error of the parser without the errors of types that the value cannot have meant."""
     if "class_path='" in message:
@@ -159,7 +163,7 @@ def _keep_type_meant(message: str) -> str:
     return _TWICE.sub(r"\1", _TEXT_BEFORE_CLASS.sub("", message))
 
 
-def _explain_special(message: str, lines: list[str], *, where: str, configs: Collection[str]) -> str:
+def _explain_special(message: str, lines: list[str], *, where: str) -> str:
     """Return the reason and the hint of an error that the parser words for itself; "" for others."""
     key = re.match(r'Parser key "([^"]+)":', lines[0])
     field = _UNKNOWN_LORA.search(message)
@@ -184,14 +188,16 @@ def _explain_special(message: str, lines: list[str], *, where: str, configs: Col
     missing = _MISSING.search(message)
     if missing:
         names = ", ".join(f"--{f'{key[1]}.' if key else ''}{name.strip()}" for name in missing[1].split(","))
-        advice = f"hint: give a config that has it, --config NAME or FILE; shipped configs: {', '.join(configs)}\n"
+        advice = (
+            f"hint: give a config that has it, --config NAME or FILE; shipped configs: {', '.join(config_names())}\n"
+        )
         return f"error: {names} is required and was not given\n{'' if where.startswith('trainer') else advice}"
     no_value = _NO_VALUE.search(message)
     if no_value:
         return f"error: {no_value[1]} needs a value: {no_value[1]} VALUE\n"
     word = _POSITIONAL.search(message)
     if word:
-        return f"error: unrecognized arguments: {word[1]}\n{_hint_positional(word[1], configs)}"
+        return f"error: unrecognized arguments: {word[1]}\n{_hint_positional(word[1])}"
     inner = _INNER_KEY.search(" ".join(lines))
     if inner and _NO_MAPPING.search(message):
         advice = "hint: for example --model.lora.r 16\n" if inner[1] == "lora" else ""
@@ -354,8 +360,8 @@ def _find_initials(name: str, accepted: Collection[str]) -> str:
     return next((known for known in accepted if "_" in known and name == "".join(p[:1] for p in known.split("_"))), "")
 
 
-def _hint_positional(word: str, configs: Collection[str]) -> str:
+def _hint_positional(word: str) -> str:
     """Return a hint on a word without an option, if it is a config or data; "" for another."""
-    if word in configs or word.endswith((".yaml", ".yml")):
+    if word in config_names() or word.endswith((".yaml", ".yml")):
         return f"hint: did you mean --config {word}?\n"
     return f"hint: did you mean --data.paths {word}?\n" if Path(word).exists() else ""

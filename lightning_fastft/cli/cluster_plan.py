@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_fastft.core.errors import OptionError
@@ -23,7 +23,8 @@ from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
 from lightning_fastft.estimate.model_size import ModelSize, measure_model
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.sharding.units import AdapterPlacement
-from lightning_fastft.planner.plan import Plan, StepCost, predict, uniform_plan
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import Plan, StepCost, uniform_plan
 
 _GIB = 2**30
 
@@ -63,16 +64,14 @@ def plan_layouts(
     options: dict[str, Any],
     num_tokens: int,
     num_micro: int,
-    host_bytes: int,
-    vram_bytes: int | None,
+    planning: Mapping[str, Any],
     step_ms: float | None,
-    policy: str = "auto",
-    adapters: AdapterPlacement = "auto",
+    adapters: AdapterPlacement,
 ) -> list[LayoutPlan]:
     """Return the prediction of every layout that a cluster allows.
 
-    step_ms is the measured time of one pack on one GPU, which scales the estimated times of compute. adapters is the
-    option of ``FastFTFSDPStrategy``.
+    options are those of ``model_costs``, planning those of ``plan_on``. step_ms is the measured time of one pack on one
+    GPU, which scales the estimated times of compute. adapters is the option of ``FastFTFSDPStrategy``.
 
     Raises:
         OptionError: step_ms is given and the run does not fit one GPU.
@@ -89,9 +88,12 @@ def plan_layouts(
         cost = model_costs(model, num_tokens=rank_tokens, machine=cluster.gpu, **own)
         return cost, measure_model(model, cost, is_fp8=is_fp8, adapters=adapters)
 
-    make_plan = functools.partial(
-        _make_plan, cluster=cluster, host_bytes=host_bytes, vram_bytes=vram_bytes, policy=policy
-    )
+    def make_plan(cost: StepCost) -> Plan | None:
+        try:
+            return plan_on(cluster.gpu, cost, **planning)
+        except OptionError:
+            return None
+
     whole, one = measure(num_tokens, is_fp8=swaps.is_fp8)
     factor = 1.0 if step_ms is None else step_ms / _predict_step_ms(make_plan(whole))
     found = []
@@ -162,13 +164,3 @@ def _reason(plan: LayoutPlan, best: LayoutPlan) -> str:
         f"link-bound by {plan.forecast.bound}: {added}" if plan.forecast.is_link_bound else f"compute-bound: {added}"
     )
     return f"fastest; {bound}" if plan is best else bound
-
-
-def _make_plan(
-    cost: StepCost, *, cluster: Cluster, host_bytes: int, vram_bytes: int | None, policy: str
-) -> Plan | None:
-    """Return the plan of a GPU, or None if nothing fits."""
-    try:
-        return plan_on(cluster.gpu, cost, vram_budget_bytes=vram_bytes, host_budget_bytes=host_bytes, policy=policy)
-    except OptionError:
-        return None

@@ -29,7 +29,6 @@ from lightning_fastft.cli.words import (
     TRAINER_COMMANDS,
     TRAINER_DEFAULTS,
     check_checkpoint,
-    config_names,
     find_configs,
     take_allowed_imports,
 )
@@ -80,7 +79,7 @@ class FastFTArgumentParser(LightningArgumentParser):
         # Commands such as `data` and `plan` are not subcommands of the parser; they take the options of fit.
         program = parser.prog.replace(" [options]", "")
         program = program if program.split()[-1] in TRAINER_COMMANDS else f"{program} fit"
-        answer = explain_refusal(message, options=options, program=program, configs=config_names())
+        answer = explain_refusal(message, options=options, program=program)
         sys.stderr.write(printable(answer, keeps_lines=True))
         sys.exit(2)
 

@@ -24,7 +24,6 @@ from lightning_fastft.cli.words import (
     TRAINER_COMMANDS,
     Option,
     check_checkpoint,
-    config_names,
     find_configs,
     load_text,
     options_of,
@@ -321,7 +320,7 @@ def _may_accept(name: str, head: str, line: _Line) -> bool:
 def _refuse(message: str, command: str, options: Sequence[str] = ()) -> NoReturn:
     """Answer as the parser does: the reason and hints on standard error, and status 2."""
     program = f"fastft {command if command in TRAINER_COMMANDS else 'fit'}"
-    answer = explain_refusal(message, options=options, program=program, configs=config_names())
+    answer = explain_refusal(message, options=options, program=program)
     sys.stderr.write(printable(answer, keeps_lines=True))
     sys.exit(2)
 

@@ -24,8 +24,8 @@ from lightning_fastft.estimate.graph_plan import plan_step
 from lightning_fastft.estimate.machines import GPUS, Gpu, find_gpu
 from lightning_fastft.estimate.optimizer_cost import is_metered
 from lightning_fastft.planner.picture import render_plan
-from lightning_fastft.planner.plan import StepCost, predict, uniform_plan
-from lightning_fastft.planner.step import Plan, Prediction, gib
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import Plan, Prediction, StepCost, gib, uniform_plan
 from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
@@ -119,10 +119,12 @@ def _render_cluster(options: _Options, model: Tuner, trainer: Trainer, *, max_to
         options=_cost_options(model, trainer, document_tokens=options.document_tokens),
         num_tokens=max_tokens,
         num_micro=trainer.accumulate_grad_batches,
-        host_bytes=options.host_bytes,
-        vram_bytes=options.vram_bytes,
+        planning={
+            "vram_budget_bytes": options.vram_bytes,
+            "host_budget_bytes": options.host_bytes,
+            "policy": options.planning.get("policy", "auto"),
+        },
         step_ms=options.step_ms,
-        policy=options.planning.get("policy", "auto"),
         adapters=trainer.strategy.adapters if isinstance(trainer.strategy, FastFTFSDPStrategy) else "auto",
     )
     return render_layouts(options.cluster, plans)

@@ -92,22 +92,17 @@ class RunLength(Callback):
         )
         cut = f", of which limit_train_batches leaves {num_steps}" if is_cut else ""
         rank_zero_info(f"Packs of {data.max_tokens} tokens; {epoch}{cut}.")
-        # No warning if the user sets the number of steps or batches.
-        if (
-            is_cut
-            or trainer.max_epochs is None
-            or trainer.max_epochs < 0
-            or num_steps * trainer.max_epochs >= FEWEST_STEPS
-        ):
+        if trainer.max_epochs is None or trainer.max_epochs < 0:
             return
-        if trainer.max_steps < 0 or trainer.max_steps >= num_steps * trainer.max_epochs:
+        num_all = num_steps * trainer.max_epochs
+        # No warning if the user sets the number of steps or batches.
+        is_set = is_cut or 0 <= trainer.max_steps < num_all
+        if num_all < FEWEST_STEPS and not is_set:
             smaller = "--trainer.accumulate_grad_batches 1, " if plan.accumulate > 1 else ""
-            few = count(num_steps * trainer.max_epochs, "optimizer step")
             rank_zero_warn(
-                f"The whole run has {few} (max_epochs={trainer.max_epochs}), too few to learn much: "
-                f"{count(len(plan.packs), 'pack')} of "
-                f"max_tokens={data.max_tokens}, accumulate_grad_batches={plan.accumulate}, "
-                f"{count(plan.world_size, 'rank')}. "
+                f"The whole run has {count(num_all, 'optimizer step')} (max_epochs={trainer.max_epochs}), too few to "
+                f"learn much: {count(len(plan.packs), 'pack')} of max_tokens={data.max_tokens}, "
+                f"accumulate_grad_batches={plan.accumulate}, {count(plan.world_size, 'rank')}. "
                 f"For more steps: a smaller --data.max_tokens, {smaller}more --trainer.max_epochs."
             )
 
@@ -144,9 +139,8 @@ class RunLength(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log where the trained model is, or that a resumed run had nothing left to train."""
         if self._has_trained:
-            saved = getattr(trainer.checkpoint_callback, "last_model_path", "") or getattr(
-                trainer.checkpoint_callback, "best_model_path", ""
-            )
+            callback = trainer.checkpoint_callback
+            saved = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
             if saved and isinstance(pl_module, Tuner):
                 place = _shorten(saved)
                 can_talk = not isinstance(pl_module, RewardTuner)
@@ -156,21 +150,15 @@ class RunLength(Callback):
         if self._has_trained or trainer.ckpt_path is None:
             return
         if 0 <= trainer.max_steps <= trainer.global_step:
-            place, more = (
-                f"optimizer step {trainer.global_step} of max_steps={trainer.max_steps}",
-                "--trainer.max_steps",
-            )
+            place, more = f"optimizer step {trainer.global_step} of max_steps={trainer.max_steps}", "max_steps"
         elif trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch:
-            place = (
-                f"epoch {trainer.current_epoch} of max_epochs={trainer.max_epochs}, optimizer step "
-                f"{trainer.global_step}"
-            )
-            more = "--trainer.max_epochs"
+            epoch = f"epoch {trainer.current_epoch} of max_epochs={trainer.max_epochs}"
+            place, more = f"{epoch}, optimizer step {trainer.global_step}", "max_epochs"
         else:
             return
         rank_zero_info(
             f"Nothing was left to train: {trainer.ckpt_path} is at the end of this run ({place}). To continue, give a "
-            f"higher {more}."
+            f"higher --trainer.{more}."
         )
 
 

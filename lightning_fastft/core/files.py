@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,3 +55,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise OptionError(f"{file} must hold a JSON object, got {type(content).__name__}.")
     return content
+
+
+@contextmanager
+def edited_json(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of a JSON file, which the block changes, and write it in the form of transformers."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    yield content
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -44,8 +44,8 @@ from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.moe.fp8_experts import held_memory
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.patches.host_ends import movable_bytes
-from lightning_fastft.planner.plan import Plan, make_plan, plan_policy
-from lightning_fastft.planner.step import EndBytes, SegmentCost, SegmentPlan, StepCost, ValueCost
+from lightning_fastft.planner.plan import make_plan, plan_policy
+from lightning_fastft.planner.step import EndBytes, Plan, SegmentCost, SegmentPlan, StepCost, ValueCost
 
 if TYPE_CHECKING:
     from peft import LoraConfig

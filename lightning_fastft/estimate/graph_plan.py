@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_fastft.estimate.costs import MeteredStep, plan_on
-from lightning_fastft.planner.plan import Plan, StepCost, predict
-from lightning_fastft.planner.step import gib
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import Plan, StepCost, gib
 
 if TYPE_CHECKING:
     from lightning_fastft.estimate.machines import Gpu

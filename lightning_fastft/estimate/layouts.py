@@ -139,10 +139,8 @@ def resident_bytes(layout: Layout, cluster: Cluster, model: ModelSize, *, num_to
         # Buckets of the first reduction, before gradients become views of them.
         held += num_trained * model.trained_itemsize if cluster.num_gpus > 1 else 0
         return int(held) + model.shared_bytes
-    layers, root = (
-        [_sharded_part(part, layout, model) for part in model.layers],
-        _sharded_part(model.root, layout, model),
-    )
+    layers = [_sharded_part(part, layout, model) for part in model.layers]
+    root = _sharded_part(model.root, layout, model)
     held = sum(model.sharded_bytes(part) for part in model.parts) / shards
     # The all-reduce of replicated adapters copies their gradients.
     held += state + num_trained * _REDUCED_BYTES if model.replicates_adapters else state / shards

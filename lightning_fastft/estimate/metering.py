@@ -312,14 +312,6 @@ def _fp8_cost(rows: Any, weight_OI: torch.Tensor, *_: Any, **__: Any) -> tuple[f
     return 2.0 * rows.values_TI.shape[0] * weight_OI.numel() / _FP8_SPEEDUP, _ROWS_SHARE
 
 
-def _loss_cost(*_: Any, **__: Any) -> tuple[float, float]:
-    return 0.0, _LOSS_SHARE
-
-
-def _fla_cost(*_: Any, **__: Any) -> tuple[float, float]:
-    return 0.0, _FLA_SHARE
-
-
 def _norm_cost(*_: Any, needs_weight: bool, **__: Any) -> tuple[float, float]:
     return 0.0, _TRAINED_NORM_SHARE if needs_weight else _ROWS_SHARE
 
@@ -329,9 +321,9 @@ _KERNEL_COSTS: dict[str, Callable[..., tuple[float, float]]] = {
     "grouped_mm": _product_cost,
     "grouped_weight_grad": _gradient_cost,
     "multiply": _fp8_cost,
-    "row_losses": _loss_cost,
+    "row_losses": lambda *_, **__: (0.0, _LOSS_SHARE),
     "rms_norm_backward": _norm_cost,
-    "fla_kernel": _fla_cost,
+    "fla_kernel": lambda *_, **__: (0.0, _FLA_SHARE),
 }
 
 

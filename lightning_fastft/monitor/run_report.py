@@ -34,7 +34,7 @@ from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_fastft.planner.plan import Plan, StepCost
+    from lightning_fastft.planner.step import Plan, StepCost
 
 # Most logged values with a curve. The loss has one of its own, exact over ranks.
 MOST_VALUES = 32
@@ -107,7 +107,7 @@ class RunReport(GivenOnce, Callback):
         self._is_epoch_start = False
         self._num_recordings = 0
         self._profile: StepProfile | None = None
-        self._is_own_detector = False
+        self._own_detector: HostWaitDetector | None = None
 
     @property
     def json_path(self) -> Path | None:
@@ -152,9 +152,9 @@ class RunReport(GivenOnce, Callback):
         detectors = (found for found in callbacks_of(trainer) if isinstance(found, HostWaitDetector))
         self._run.detector = next(detectors, None)
         if self._run.detector is None and self.profile_step is not None:
-            self._run.detector, self._is_own_detector = HostWaitDetector(steps=[self.profile_step + 1]), True
-            self._run.detector.is_silent = True
-            self._run.detector.on_train_start(trainer, pl_module)
+            self._run.detector = self._own_detector = HostWaitDetector(steps=[self.profile_step + 1])
+            self._own_detector.is_silent = True
+            self._own_detector.on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mark the next micro-batch as the first of its epoch, during which the loader starts."""
@@ -162,8 +162,8 @@ class RunReport(GivenOnce, Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the batch; start the profiler or the detector if it is their step."""
-        if self._is_own_detector and self._run.detector is not None:
-            self._run.detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._own_detector is not None:
+            self._own_detector.on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._num_recordings = _count_recordings(trainer)
         begin = mark_time(self._run.device)
         self._batch = self._run.add_batch(batch)
@@ -246,8 +246,8 @@ class RunReport(GivenOnce, Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the remaining values with a host sync, and gather those of the other ranks."""
         self._pause()
-        if self._is_own_detector and self._run.detector is not None:
-            self._run.detector.close()
+        if self._own_detector is not None:
+            self._own_detector.close()
         self._run.add_losses(self._loss_reader.wait())
         self._run.add_scalars(self._scalar_reader.wait())
         self._run.times.poll(wait=True)
@@ -303,8 +303,8 @@ class RunReport(GivenOnce, Callback):
 
     def _pause(self) -> None:
         self._last_end = None
-        if self._is_own_detector and self._run.detector is not None:
-            self._run.detector.pause()
+        if self._own_detector is not None:
+            self._own_detector.pause()
 
     def _begin_profile(self, trainer: Trainer, batch_idx: int) -> bool:
         is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -372,17 +372,12 @@ def _learning_rates(trainer: Trainer, optimizer: Any) -> list[tuple[str, Any]]:
 
 def _find_plans(trainer: Trainer) -> list[tuple[StepCost, Plan]]:
     """Return the current memory plans of the strategy or PackedTraining."""
-    owners = (trainer.strategy, *callbacks_of(trainer))
-    activations = next(
-        (
-            found
-            for owner in owners
-            if (found := getattr(getattr(owner, "packed_steps", None), "activations", None)) is not None
-        ),
-        None,
-    )
-    stacks = getattr(activations, "stacks", ())
-    return [(stack.cost, stack.plan) for stack in stacks if stack.cost is not None and stack.plan is not None]
+    for owner in (trainer.strategy, *callbacks_of(trainer)):
+        activations = getattr(getattr(owner, "packed_steps", None), "activations", None)
+        if activations is not None:
+            stacks = activations.stacks
+            return [(stack.cost, stack.plan) for stack in stacks if stack.cost is not None and stack.plan is not None]
+    return []
 
 
 def _count_recordings(trainer: Trainer) -> int:

@@ -8,37 +8,7 @@ from lightning_fastft.core.checks import check_choice, check_int
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.planner.prediction import StepModel, predict
 from lightning_fastft.planner.search import UNLIMITED_BYTES, PlanSearch
-from lightning_fastft.planner.step import (
-    Interval,
-    Machine,
-    Place,
-    Plan,
-    Prediction,
-    SegmentCost,
-    SegmentPlan,
-    StepCost,
-    ValueCost,
-    check_segments,
-    gib,
-    uniform_plan,
-)
-
-__all__ = [
-    "Interval",
-    "Machine",
-    "Place",
-    "Plan",
-    "Prediction",
-    "SegmentCost",
-    "SegmentPlan",
-    "StepCost",
-    "ValueCost",
-    "check_segments",
-    "make_plan",
-    "plan_policy",
-    "predict",
-    "uniform_plan",
-]
+from lightning_fastft.planner.step import Machine, Plan, Prediction, StepCost, check_segments, gib, uniform_plan
 
 # Note a host budget if a larger one makes the step faster by this factor.
 _NOTEWORTHY = 1.005

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_fastft.core.checks import check_int
@@ -17,6 +18,7 @@ from lightning_fastft.planner.step import (
     SegmentCost,
     SegmentPlan,
     StepCost,
+    ValueCost,
     check_segments,
 )
 
@@ -145,15 +147,12 @@ class StepModel:
             compute_ms=self._own_ms + sum(work.rebuilt_ms for work in works),
         )
 
-    def run(self, segments: Sequence[SegmentPlan], intervals: list[Interval] | None = None) -> Prediction:
-        """Return the cost of a plan that fits the segments; append the work of each stream to intervals if given.
-
-        The result has neither memory over time nor streams.
-        """
-        return self.simulate(self.footprint(segments), intervals)
+    def run(self, segments: Sequence[SegmentPlan]) -> Prediction:
+        """Return the cost of a plan that fits the segments, without memory over time and streams."""
+        return self.simulate(self.footprint(segments))
 
     def simulate(self, footprint: Footprint, intervals: list[Interval] | None = None) -> Prediction:
-        """Return the cost of a plan from its footprint, as ``run``."""
+        """Return the cost of a plan from its footprint, as ``run``; append the work of each stream to intervals."""
         works = footprint.works
         clock = _Clock(self.machine, limit_bytes=footprint.staging_bytes, intervals=intervals)
         sizes = [self.cost.segments[number].weight_bytes for number in footprint.streamed]
@@ -273,35 +272,42 @@ def _work_of(cost: SegmentCost, plan: SegmentPlan, number: int) -> _Work:
             rebuilt_ms=0.0,
         )
     places = dict(plan.values)
-    all_ms = sum(value.rebuild_ms for value in cost.values)
+    values_ms = sum(value.rebuild_ms for value in cost.values)
     # Work that belongs to no value (norms, the last projection) is distributed over the values in proportion.
-    rest_ms = max(0.0, cost.recompute_ms - all_ms)
-    host = [_HostTensor(f"input {number}", cost.input_bytes, 0.0, 0.0)] if plan.input_place == "host" else []
-    device_bytes, done_ms, rebuilt_ms = 0, 0.0, 0.0
-    for index, value in enumerate(cost.values):
+    rest_ms = max(0.0, cost.recompute_ms - values_ms)
+    host, held_bytes, rebuilt_ms = [], 0, 0.0
+    if plan.input_place == "host":
+        host.append(_HostTensor(f"input {number}", cost.input_bytes, 0.0, 0.0))
+    else:
+        held_bytes += cost.input_bytes
+    progress = _progress(cost.values, values_ms)
+    for value, begin, end in zip(cost.values, progress, progress[1:]):
         place = places.get(value.name)
-        before = done_ms / all_ms if all_ms else index / len(cost.values)
-        done_ms += value.rebuild_ms
-        after = done_ms / all_ms if all_ms else (index + 1) / len(cost.values)
         if place == "host":
-            exists_ms, needed_ms = cost.forward_ms * min(after, 1.0), rest_ms * before + rebuilt_ms
+            exists_ms, needed_ms = cost.forward_ms * min(end, 1.0), rest_ms * begin + rebuilt_ms
             host.append(_HostTensor(f"{value.name} {number}", value.num_bytes, exists_ms, needed_ms))
         elif place == "device":
-            device_bytes += value.num_bytes
+            held_bytes += value.num_bytes
         else:
             rebuilt_ms += value.rebuild_ms
     host_bytes = sum(tensor.num_bytes for tensor in host)
-    host_input_bytes = cost.input_bytes if plan.input_place == "host" else 0
     return _Work(
         host=tuple(host),
         host_bytes=host_bytes,
-        held_bytes=device_bytes + cost.input_bytes - host_input_bytes,
+        held_bytes=held_bytes,
         # Tensors from the host are read in the staging slot, which is counted separately. A value that the backward
         # frees before its peak is not part of it, and is subtracted all the same: up to 1.5 times the hidden states.
         live_bytes=cost.input_bytes + cost.saved_bytes - host_bytes,
-        forward_bytes=device_bytes + cost.input_bytes - host_input_bytes + cost.forward_peak_bytes,
+        forward_bytes=held_bytes + cost.forward_peak_bytes,
         rebuilt_ms=rest_ms + rebuilt_ms,
     )
+
+
+def _progress(values: Sequence[ValueCost], values_ms: float) -> list[float]:
+    """Return the share of a layer's work that is done before each value, and after the last one."""
+    if not values_ms:
+        return [index / max(1, len(values)) for index in range(len(values) + 1)]
+    return [done_ms / values_ms for done_ms in accumulate((value.rebuild_ms for value in values), initial=0.0)]
 
 
 class _Clock:

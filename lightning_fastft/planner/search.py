@@ -28,15 +28,16 @@ _MS_ROUNDING = 1e-5
 
 
 class _Recipe(NamedTuple):
-    """A family of plans: the order of kept segments, the size of a staging slot, and the load of the copy streams.
+    """A family of plans: the order of kept segments, the size of a staging slot, and how much is offloaded.
 
-    Segments offload up to usual_bytes each. Those before which the copy streams had enough idle time fill the slot.
+    Segments offload up to usual_bytes each. Those before which the copy streams had enough idle time fill the slot. If
+    is_hidden, a segment offloads no more than the copy streams can move while segments compute.
     """
 
     pattern: Literal["tail", "spread", "dense"]
     slot_bytes: int
     usual_bytes: int
-    load: float
+    is_hidden: bool
     is_input_forced: bool
 
 
@@ -70,7 +71,7 @@ class PlanSearch:
         self._items = _items_by_density(self._costs)
         self._host_sets = {segment: _host_sets(segment) for segment in set(self._costs)}
         self._kept_by_density = _order_by_density(self._costs)
-        self._times: dict[tuple[tuple[SegmentPlan, ...], bool], float] = {}
+        self._times: dict[tuple[SegmentPlan, ...], float] = {}
         # The fastest plan that fits, and the plan with the smallest peak.
         self._best: Plan | None = None
         self._least: Plan | None = None
@@ -83,9 +84,9 @@ class PlanSearch:
     def run(self) -> tuple[SegmentPlan, ...] | None:
         """Return the best plan, or None if no plan fits."""
         # Nothing is faster than no recompute and no copy.
-        if self._try(tuple(SegmentPlan(True, "device", (), streams) for streams in self._streams)) is not None:
-            assert self._best is not None
-            return self._best.segments
+        kept = self._try(tuple(SegmentPlan(True, "device", (), streams) for streams in self._streams))
+        if kept is not None:
+            return kept.segments
         if not self.model.machine.is_unified:
             # Usually the smallest peak; it offloads the last input too, which no family does.
             self._try(tuple(SegmentPlan(False, "host", (), streams) for streams in self._streams))
@@ -95,11 +96,9 @@ class PlanSearch:
             if self._best is None or self._best is not improved:
                 self._improve()
                 improved = self._best
-        return (
-            None
-            if self._best is None
-            else tuple(_in_order(plan, cost) for plan, cost in zip(self._best.segments, self._costs))
-        )
+        if self._best is None:
+            return None
+        return tuple(_in_order(plan, cost) for plan, cost in zip(self._best.segments, self._costs))
 
     def _try_families(self, recipes: Iterator[_Recipe]) -> None:
         """Try plans of every family, and refine the fastest families."""
@@ -119,13 +118,15 @@ class PlanSearch:
         if self._kept_by_density != sorted(self._kept_by_density, reverse=True):
             patterns = (*patterns, "dense")
         for slot_bytes in [0, *self._slot_sizes(_NUM_SLOT_SIZES)]:
-            for load, is_input_forced in ((1.0, True), (1.0, False), (4.0, True)) if slot_bytes else ((0.0, False),):
-                yield from (_Recipe(pattern, slot_bytes, slot_bytes, load, is_input_forced) for pattern in patterns)
+            loads = ((True, True), (True, False), (False, True)) if slot_bytes else ((True, False),)
+            for is_hidden, is_input_forced in loads:
+                for pattern in patterns:
+                    yield _Recipe(pattern, slot_bytes, slot_bytes, is_hidden, is_input_forced)
 
     def _mixed_recipes(self) -> Iterator[_Recipe]:
         """Yield families in which some segments fill the slot, and the others offload less."""
         for usual_bytes, slot_bytes in combinations(self._slot_sizes(_NUM_MIXED_SIZES), 2):
-            yield _Recipe("tail", slot_bytes, usual_bytes, 1.0, True)
+            yield _Recipe("tail", slot_bytes, usual_bytes, True, True)
 
     def _slot_sizes(self, most: int) -> list[int]:
         """Return sizes of a staging slot, smallest first; none for unified memory."""
@@ -144,17 +145,15 @@ class PlanSearch:
                 other_ms = self._time_of(recipe, other) if 0 <= other <= len(self._costs) else float("inf")
                 if other_ms < time_ms:
                     num_kept, time_ms = other, other_ms
-            if step == 1:
-                break
 
     def _time_of(self, recipe: _Recipe, num_kept: int) -> float:
         """Return the time of the best plan of a family with this many kept segments; infinite if none fits."""
         kept = self._kept(recipe.pattern, num_kept)
         segments = self._with_host(recipe, kept)
         # Different recipes often give the same plan.
-        time_ms = self._times.get((segments, False))
+        time_ms = self._times.get(segments)
         if time_ms is None:
-            time_ms = self._times[segments, False] = self._fill_device(segments)
+            time_ms = self._times[segments] = self._fill_device(segments)
         return time_ms
 
     def _kept(self, pattern: str, num_kept: int) -> frozenset[int]:
@@ -178,11 +177,8 @@ class PlanSearch:
         # From last to first, so that a segment can use the time of the kept segments after it for its copies.
         for number in range(len(self._costs) - 1, -1, -1):
             segment = self._costs[number]
-            credit = (
-                min(credit + self._hidden_bytes(number, recipe), float(recipe.slot_bytes))
-                if recipe.load <= 1
-                else float(recipe.slot_bytes)
-            )
+            hidden_bytes = self._hidden_bytes(number, recipe) if recipe.is_hidden else float("inf")
+            credit = min(credit + hidden_bytes, float(recipe.slot_bytes))
             if number not in movable or (segment.input_bytes > credit and not recipe.is_input_forced):
                 continue
             value_credit += value_share

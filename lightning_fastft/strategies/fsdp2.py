@@ -169,7 +169,7 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
                 f"{', '.join(_PRECISIONS)}. Set Trainer(precision='32-true') and choose FineTuner(dtype=...)."
             )
         self._choose_sizes(self._count_devices())
-        shard = self._choose_shard()
+        shard = self._num_shards()
         super().setup_environment()
         if shard != self._data_parallel_size:
             from torch.distributed.device_mesh import init_device_mesh
@@ -263,7 +263,7 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
             )
         self._data_parallel_size, self._tensor_parallel_size = data, tensor
 
-    def _choose_shard(self) -> int:
+    def _num_shards(self) -> int:
         """Return the number of devices over which one copy of the weights is sharded.
 
         Raises:
@@ -279,9 +279,6 @@ class FastFTFSDPStrategy(FolderCheckpointStrategy):
                 "their defaults, or set tensor_parallel_size=1."
             )
         return shard
-
-    def _num_shards(self) -> int:
-        return self._choose_shard()
 
     def _shard_module(self) -> None:
         """Shard a module that configure_model did not shard; refuse one whose ranks would not exchange gradients."""

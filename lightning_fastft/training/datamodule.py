@@ -17,7 +17,6 @@ from lightning_fastft.packing.rows.template_options import check_template_option
 from lightning_fastft.packing.step_plan import StepPlan
 from lightning_fastft.packing.tokens.answer_end import find_answer_end, find_text_end
 from lightning_fastft.packing.tokens.chat import read_template, with_template
-from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.training.data.images import find_image_encoder
 from lightning_fastft.training.data.options import check_paths, count_processes
 from lightning_fastft.training.data.planned import TrainingPlan
@@ -346,16 +345,9 @@ class PackedDataModule(SplitDataModule):
         if needs is not None and needs.formats:
             raise OptionError(f"{type(self._module).__name__} needs data that is read whole. Remove streaming.")
         rows = open_stream(self._streamed_paths, seed=self.seed)
-        setup = Setup(
-            self.tokenizer,
-            self.options,
-            getattr(self._module, "vocab_size", None),
-            find_image_encoder(self._given_tokenizer, module=self._module),
-            getattr(self._module, "stop_ids", ()),
-        )
         return TrainingStream(
             rows,
-            setup=setup,
+            setup=self._make_setup(),
             ranks=find_ranks(self._run),
             accumulate=accumulate,
             seed=self.seed,

@@ -310,8 +310,7 @@ class DistillationTuner(Tuner):
 
     def _teacher_rows(self, split: str) -> Iterator[TeacherRows]:
         """Yield the outputs of the teacher for each pack of a data set."""
-        data = getattr(self.trainer, "datamodule", None)
-        assert isinstance(data, PackedDataModule)
+        data = self._find_data()
 
         def read(logits: LazyLogits) -> TeacherRows:
             if self.top_k is not None:

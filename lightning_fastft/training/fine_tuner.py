@@ -111,18 +111,8 @@ class FineTuner(Tuner):
         names = frozenset({"train_loss", "val_loss", "val_perplexity", "val_token_accuracy"})
         return self._with_loader_names(names)
 
-    def validation_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to ``val_loss``, ``val_perplexity``, ``val_token_accuracy``; of named loaders also for each."""
-        self._begin_evaluation("val", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
-        self._evaluate(batch, prefix="val")
-
-    def test_step(self, batch: PackedBatch | Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to ``test_loss``, ``test_perplexity`` and ``test_token_accuracy``, as a validation does."""
-        self._begin_evaluation("test", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
-        self._evaluate(batch, prefix="test")
-
     def _evaluate(self, batch: PackedBatch | Mapping[str, Any], *, prefix: str) -> None:
-        """Update and log the token metrics of a loader; no full logits are made where the lazy head is in place."""
+        """Log loss, perplexity and token accuracy; no full logits are made where the lazy head is in place."""
         output = call_model(self.model, batch)
         if "labels" not in batch:
             raise DataError("Evaluation compares predictions with labels: the batch needs labels.")

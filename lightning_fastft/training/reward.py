@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 from lightning_fastft.core.checks import check_choice, check_float, refuse_unread
 from lightning_fastft.core.errors import DataError, UnsupportedModelError, describe_mismatch
+from lightning_fastft.core.files import edited_json
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import BatchContext
@@ -312,29 +312,23 @@ def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> N
     held = {f"{_HEAD_KEY}.{name}": value.cpu().contiguous() for name, value in head.state_dict().items()}
     save_file({**load_file(file), **held}, file, metadata={"format": "pt"})
     share_weights(folder)
-    path = folder / "adapter_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["task_type"] = task_type
-    config["modules_to_save"] = sorted({*(config.get("modules_to_save") or ()), HEAD})
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with edited_json(folder / "adapter_config.json") as config:
+        config["task_type"] = task_type
+        config["modules_to_save"] = sorted({*(config.get("modules_to_save") or ()), HEAD})
 
 
 def _write_pad_token(folder: Path, token: int | None) -> None:
     """Write the padding of a whole text model into its configuration."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if "text_config" not in config:
-        config["pad_token_id"] = token
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with edited_json(folder / "config.json") as config:
+        if "text_config" not in config:
+            config["pad_token_id"] = token
 
 
 def _rename_architecture(folder: Path, *, kind: str) -> None:
     """Let the configuration of a whole model name the sequence or token classifier of its family."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["architectures"] = [
-        name.replace("ForCausalLM", f"For{kind}Classification") for name in config.get("architectures") or ()
-    ]
-    config["num_labels"] = 1
-    config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with edited_json(folder / "config.json") as config:
+        config["architectures"] = [
+            name.replace("ForCausalLM", f"For{kind}Classification") for name in config.get("architectures") or ()
+        ]
+        config["num_labels"] = 1
+        config["id2label"], config["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}

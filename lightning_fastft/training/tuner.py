@@ -196,12 +196,16 @@ class Tuner(EvaluatedCausalLM):
     def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log what a training step logs, as means over all validation batches; of named loaders also for each."""
         self._begin_evaluation("val", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
-        self._step(batch, prefix="val")
+        self._evaluate(batch, prefix="val")
 
     def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log what a training step logs, as means over all test batches; of named loaders also for each."""
         self._begin_evaluation("test", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
-        self._step(batch, prefix="test")
+        self._evaluate(batch, prefix="test")
+
+    def _evaluate(self, batch: PackedBatch, *, prefix: str) -> None:
+        """Add a batch to the metrics of validation or test, which are those of a training step."""
+        self._step(batch, prefix=prefix)
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
         """Return the loss of a batch, and log it under a prefix; a subclass has it or its own steps."""

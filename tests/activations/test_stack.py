@@ -26,8 +26,8 @@ from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.patches import host_ends
 from lightning_fastft.patches import packed as packed_module
 from lightning_fastft.patches.packed import install_packed_training
-from lightning_fastft.planner.plan import Machine, predict
-from lightning_fastft.planner.step import EndBytes
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import EndBytes, Machine
 from tests.patches.test_value_points import adapted
 from tests.planner.plan_trials import assert_equal, assert_near, kept_gradients, read_gradients
 from tests.support.engine_use import describe_use

@@ -20,7 +20,8 @@ from lightning_fastft.estimate.layouts import (
 from lightning_fastft.estimate.machines import find_gpu
 from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
 from lightning_fastft.estimate.model_size import measure_model
-from lightning_fastft.planner.plan import predict, uniform_plan
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import uniform_plan
 
 H100 = find_gpu("H100")
 TOKENS = 512

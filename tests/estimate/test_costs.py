@@ -18,8 +18,9 @@ from lightning_fastft.estimate.meta_model import Swaps, build_on_meta, install_a
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.mixers import MIXERS
 from lightning_fastft.mixers.kernels import KINDS
-from lightning_fastft.planner.plan import make_plan, predict, uniform_plan
-from lightning_fastft.planner.step import EndBytes
+from lightning_fastft.planner.plan import make_plan
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import EndBytes, uniform_plan
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.children import thinned
 from tests.support.tiny_models import HYBRIDS, build_tiny

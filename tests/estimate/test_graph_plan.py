@@ -6,7 +6,8 @@ from lightning_fastft.estimate.costs import meter_step, plan_on
 from lightning_fastft.estimate.graph_plan import plan_step
 from lightning_fastft.estimate.machines import find_gpu
 from lightning_fastft.estimate.meta_model import Swaps
-from lightning_fastft.planner.plan import predict, uniform_plan
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import uniform_plan
 from tests.support.sizes import sizes
 
 H200 = find_gpu("H200")

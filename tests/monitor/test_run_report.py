@@ -32,7 +32,8 @@ from lightning_fastft.monitor.report.page import render_page
 from lightning_fastft.monitor.report.step_profile import StepTrace, read_events
 from lightning_fastft.monitor.report.verdict import _describe_change
 from lightning_fastft.packing.collate import Document, collate
-from lightning_fastft.planner.plan import Machine, SegmentCost, StepCost, ValueCost, make_plan
+from lightning_fastft.planner.plan import make_plan
+from lightning_fastft.planner.step import Machine, SegmentCost, StepCost, ValueCost
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.data.describe import describe_data
 from tests.monitor.run_report_worker import (

@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from lightning_fastft.planner.plan import Machine, SegmentCost, SegmentPlan, StepCost, ValueCost
+from lightning_fastft.planner.step import Machine, SegmentCost, SegmentPlan, StepCost, ValueCost
 
 MB, GB = 10**6, 10**9
 H200 = Machine("NVIDIA H200", d2h_bytes_per_s=45.6e9, h2d_bytes_per_s=45.6e9)

@@ -1,7 +1,9 @@
 """A plan as text: verbatim for a small step, and within its width for a large one."""
 
 from lightning_fastft.planner.picture import NUM_COLUMNS, WIDTH, render_plan
-from lightning_fastft.planner.plan import Machine, Plan, SegmentPlan, ValueCost, make_plan, predict, uniform_plan
+from lightning_fastft.planner.plan import make_plan
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import Machine, Plan, SegmentPlan, ValueCost, uniform_plan
 from tests.planner.planning import GB, H200, MB, plain_step, qwen3_14b
 
 MACHINE = Machine("any", 10e9, 10e9)

@@ -7,9 +7,9 @@ import functools
 import pytest
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.planner.plan import Machine, make_plan, plan_policy, predict, uniform_plan
-from lightning_fastft.planner.prediction import StepModel
-from lightning_fastft.planner.step import EndBytes
+from lightning_fastft.planner.plan import make_plan, plan_policy
+from lightning_fastft.planner.prediction import StepModel, predict
+from lightning_fastft.planner.step import EndBytes, Machine, uniform_plan
 from tests.planner.planning import GB, H200, MB, UNIFIED, all_plans, fused_qwen3_14b, make_rng, qwen3_14b, random_step
 
 MUCH = 10**15

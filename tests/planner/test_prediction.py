@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.planner.plan import Machine, SegmentPlan, ValueCost, predict, uniform_plan
-from lightning_fastft.planner.step import EndBytes
+from lightning_fastft.planner.prediction import predict
+from lightning_fastft.planner.step import EndBytes, Machine, SegmentPlan, ValueCost, uniform_plan
 from tests.planner.planning import H200, make_rng, plain_step, qwen3_14b, random_plan, random_step
 
 # 10 bytes a millisecond each way.

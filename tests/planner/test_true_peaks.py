@@ -4,8 +4,7 @@ import pytest
 
 from lightning_fastft.activations import stack
 from lightning_fastft.activations.vram_budget import FirstPlan
-from lightning_fastft.planner.plan import uniform_plan
-from lightning_fastft.planner.step import SegmentPlan
+from lightning_fastft.planner.step import SegmentPlan, uniform_plan
 from tests.planner.plan_trials import random_plan
 from tests.support.metered_steps import QWEN3, MeteredRun, use_cudnn
 

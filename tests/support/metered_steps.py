@@ -21,7 +21,7 @@ from lightning_fastft.estimate.meta_model import (
 from lightning_fastft.estimate.metering import Meter, MeteredDevice
 from lightning_fastft.kernels.attention import cudnn_backend
 from lightning_fastft.kernels.attention import op as attention
-from lightning_fastft.planner.plan import predict
+from lightning_fastft.planner.prediction import predict
 from lightning_fastft.planner.step import Machine
 
 META = torch.device("meta")

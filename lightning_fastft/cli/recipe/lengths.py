@@ -95,6 +95,5 @@ def _find_tokenizer(source: ModelSource) -> tuple[Any, str]:
         tokenizer = None
     if tokenizer is not None:
         return tokenizer, ""
-    return make_assumed_tokenizer(
-        ASSUMED_CHARACTERS
-    ), f"{ASSUMED_CHARACTERS} characters per token and a ChatML template"
+    assumption = f"{ASSUMED_CHARACTERS} characters per token and a ChatML template"
+    return make_assumed_tokenizer(ASSUMED_CHARACTERS), assumption

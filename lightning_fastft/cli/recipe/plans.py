@@ -16,7 +16,7 @@ from lightning_fastft.estimate.costs import MeteredStep, meter_step
 from lightning_fastft.estimate.graph_plan import plan_step
 from lightning_fastft.estimate.meta_model import Swaps
 from lightning_fastft.packing.packs import pack_best_fit_decreasing
-from lightning_fastft.planner.plan import Plan
+from lightning_fastft.planner.step import Plan
 
 if TYPE_CHECKING:
     from lightning_fastft.estimate.machines import Gpu

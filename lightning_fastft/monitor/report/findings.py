@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_fastft.monitor.host_waits import HostWaitDetector
-    from lightning_fastft.planner.plan import Plan, StepCost
+    from lightning_fastft.planner.step import Plan, StepCost
 
 # Number of time slices per stream, and of listed kernels or operators.
 _NUM_SLICES = 200

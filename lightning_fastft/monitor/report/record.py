@@ -25,7 +25,7 @@ from lightning_fastft.training.data.trainer_facts import find_ranks
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_fastft.planner.plan import Plan, StepCost
+    from lightning_fastft.planner.step import Plan, StepCost
 
 # The first steps set up optimizer state, kernels and plans.
 _NUM_WARMUP = 3

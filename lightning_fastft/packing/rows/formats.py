@@ -30,6 +30,7 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "input_ids": (("input_ids",), ("labels", "completion_mask", "assistant_masks", "attention_mask")),
     "text": (("text",), ()),
 }
+COLUMN_NAMES = frozenset(name for required, optional in COLUMNS.values() for name in required + optional)
 # Formats that also require at least one of these columns.
 ALTERNATIVES: Mapping[str, tuple[str, ...]] = {"rollouts": ("completions", "completion_ids")}
 # Optional columns that decide which tokens are trained: all rows of a source have them, or none.
@@ -105,12 +106,11 @@ class FormatOptions:
         check_choice("loss_on", self.loss_on, ("completion", "all"))
         check_choice("too_long", self.too_long, ("refuse", "truncate", "split"))
         check_choice("extra_columns", self.extra_columns, ("refuse", "ignore"))
-        known = {name for required, optional in COLUMNS.values() for name in required + optional}
         for name in self.columns or {}:
-            if name not in known:
+            if name not in COLUMN_NAMES:
                 raise OptionError(
                     f"columns maps {name!r}, which is not a column of any format. Allowed are "
-                    f"{', '.join(sorted(known))}."
+                    f"{', '.join(sorted(COLUMN_NAMES))}."
                 )
             check_string(f"columns[{name!r}]", (self.columns or {})[name])
 

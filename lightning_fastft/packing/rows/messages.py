@@ -130,29 +130,28 @@ def _check_message(value: object, *, where: str) -> dict[str, Any]:
         isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in content
     ):
         message["content"] = _check_parts(content, where=where)
-    elif isinstance(content, (list, tuple)):
-        parts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
-            for part in content
-        ]
-        if any(not isinstance(part, str) for part in parts):
-            kinds = sorted(
-                {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in content}
-                - {"text"}
-            )
-            raise RowRejectedError(WRONG_TYPE, f"{where} has a part that is not text: {', '.join(kinds)}")
+    elif content is not None:
         # Every template takes strings; only templates for images take parts.
-        message["content"] = check_text(
-            "".join(str(part) for part in parts), column=f"{where}.content", may_be_empty=may_be_empty
-        )
-    elif content is not None or not calls_a_tool:
-        if content is None:
-            raise RowRejectedError(WRONG_TYPE, f"{where} has no content")
-        check_text(content, column=f"{where}.content", may_be_empty=may_be_empty)
+        text = _join_parts(content, where=where) if isinstance(content, (list, tuple)) else content
+        message["content"] = check_text(text, column=f"{where}.content", may_be_empty=may_be_empty)
+    elif not calls_a_tool:
+        raise RowRejectedError(WRONG_TYPE, f"{where} has no content")
     _check_reasoning(message, where=where)
     _check_calls(message, where=f"{where}.tool_calls")
     _take_weight(message, where=where)
     return message
+
+
+def _join_parts(parts: Sequence[object], *, where: str) -> str:
+    """Return the text of the parts of a message, which are all text."""
+    texts = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        kinds = {str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts}
+        others = ", ".join(sorted(kinds - {"text"}))
+        raise RowRejectedError(WRONG_TYPE, f"{where} has a part that is not text: {others}")
+    return "".join(map(str, texts))
 
 
 def _check_reasoning(message: dict[str, Any], *, where: str) -> None:

@@ -87,16 +87,15 @@ def tokenize_sources(
     if vocab_size is not None:
         check_int("vocab_size", vocab_size, low=1)
     opened = open_sources(sources)
-    fingerprint = _fingerprint(opened, tokenizer=tokenizer, options=options, images=images, stop_ids=stop_ids)
+    setup = Setup(tokenizer, options, vocab_size, images, stop_ids)
+    fingerprint = _fingerprint(opened, setup)
     target = None if cache_dir is None else Path(cache_dir).expanduser() / _name_entry(opened, fingerprint=fingerprint)
     named = None if rejected_path is None else Path(rejected_path).expanduser()
     dataset = _open_if_whole(target)
     if dataset is None:
         fallback = None if cache_dir is None else Path(cache_dir).expanduser() / REJECTED
         on_stop = named or fallback if stopped_path is None else Path(stopped_path)
-        ingest = Ingest(
-            Setup(tokenizer, options, vocab_size, images, stop_ids), max_reject_share=max_reject_share, on_stop=on_stop
-        )
+        ingest = Ingest(setup, max_reject_share=max_reject_share, on_stop=on_stop)
         dataset = ingest.run(
             opened, num_proc=num_proc, target=target, fingerprint=fingerprint, show_progress=show_progress
         )
@@ -140,14 +139,8 @@ def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(
-    sources: list[Source],
-    *,
-    tokenizer: PreTrainedTokenizerBase | None,
-    options: FormatOptions,
-    images: ImageEncoder | None,
-    stop_ids: tuple[int, ...] | None,
-) -> str:
+def _fingerprint(sources: list[Source], setup: Setup) -> str:
+    tokenizer, options, images, stop_ids = setup.tokenizer, setup.options, setup.images, setup.stop_ids
     chosen = asdict(options)
     if options.step_separator == FormatOptions.step_separator:
         # Entries from before this option keep their fingerprint.

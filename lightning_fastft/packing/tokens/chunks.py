@@ -10,7 +10,7 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.reading.sources import Source
 from lightning_fastft.packing.reading.text_files import RawRow
 from lightning_fastft.packing.rows.formats import (
-    COLUMNS,
+    COLUMN_NAMES,
     TUNERS,
     FormatOptions,
     describe_formats,
@@ -56,8 +56,7 @@ def make_chunks(sources: Iterable[Source], *, formatter: Formatter, options: For
         wanted: frozenset[str] | None = None
         unread: tuple[str, ...] = ()
         if source.columns is not None:
-            names = {name for required, optional in COLUMNS.values() for name in required + optional}
-            wanted = frozenset((options.columns or {}).get(name, name) for name in names) | names
+            wanted = frozenset((options.columns or {}).get(name, name) for name in COLUMN_NAMES) | COLUMN_NAMES
             unread = tuple(name for name in source.columns if name not in wanted)
         rows = source.read(wanted)
         first = take_first_rows(rows)

@@ -84,11 +84,11 @@ def place_spans(
         else _find_border_slow(tokenizer, example.text, border, ids)
         for border in borders
     }
+    spans = [(found[begin][0], found[end][0]) for begin, end in example.spans]
     is_clean = all(is_clean for _, is_clean in found.values())
-    if is_clean and not (
-        tokenizer.is_fast and any(_splits_white_space(batch, number, example.text, border) for border in borders)
-    ):
-        return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
+    splits = (_splits_white_space(batch, number, example.text, border) for border in borders if tokenizer.is_fast)
+    if is_clean and not any(splits):
+        return ids, spans
     cuts = [0, *(border for border in borders if 0 < border < len(example.text)), len(example.text)]
     pieces = tokenizer(
         [example.text[begin:end] for begin, end in pairwise(cuts)],
@@ -106,7 +106,7 @@ def place_spans(
     # context.
     if not is_clean:
         notes["examples with a token across the border of trained text, which is not trained"] += 1
-    return ids, [(found[begin][0], found[end][0]) for begin, end in example.spans]
+    return ids, spans
 
 
 def _find_border_fast(batch: Any, number: int, text: str, border: int, *, num_ids: int) -> tuple[int, bool]:

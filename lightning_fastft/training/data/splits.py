@@ -30,6 +30,7 @@ from lightning_fastft.packing.store.cache import tokenize_sources
 from lightning_fastft.packing.store.dataset import TokenizedDataset
 from lightning_fastft.packing.store.ingest import describe_lost
 from lightning_fastft.packing.store.report import render_counts
+from lightning_fastft.packing.tokens.tokenisation import Setup
 from lightning_fastft.training.data.images import find_image_encoder, make_document_images
 from lightning_fastft.training.data.mixtures import MixedSource, mix_sources
 from lightning_fastft.training.data.options import (
@@ -210,18 +211,25 @@ class SplitDataModule(RecordedDataModule):
         with phase(f"reading {split} data"):
             return tokenize_sources(
                 self._sources[split],
-                tokenizer=self.tokenizer,
-                options=self.options,
+                **self._make_setup()._asdict(),
                 cache_dir=self.cache_dir,
                 num_proc=self.num_proc or count_processes(),
                 max_reject_share=self.max_reject_share,
                 rejected_path=rejected_path,
                 stopped_path=stopped_path,
-                vocab_size=getattr(self._module, "vocab_size", None),
-                images=find_image_encoder(self._given_tokenizer, module=self._module),
-                stop_ids=getattr(self._module, "stop_ids", ()),
                 show_progress=self.show_progress,
             )
+
+    def _make_setup(self) -> Setup:
+        """Return what turns rows into tokens in this run."""
+        module = self._module
+        return Setup(
+            self.tokenizer,
+            self.options,
+            vocab_size=getattr(module, "vocab_size", None),
+            images=find_image_encoder(self._given_tokenizer, module=module),
+            stop_ids=getattr(module, "stop_ids", ()),
+        )
 
     def rejected_file(self, split: str, *, is_of_rank: bool = False) -> Path | None:
         """Return the file of this split's rejected rows, or of those of this rank; None on ranks that write none."""

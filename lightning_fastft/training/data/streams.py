@@ -102,7 +102,7 @@ class TrainingStream:
         first = read_first_chunk(stream, setup=setup)
         # Of the first rows; None if there are none.
         self.format = first.format
-        self._is_plain = functools.partial(is_plain, first, setup=setup)
+        self._first, self._setup = first, setup
         self._check_agreement(first)
         self._read_windows = functools.partial(
             read_windows,
@@ -123,7 +123,7 @@ class TrainingStream:
     @functools.cached_property
     def is_plain(self) -> bool:
         """Whether the first rows are plain text, although there is a chat template; tokenizes them again."""
-        return self._is_plain()
+        return is_plain(self._first, setup=self._setup)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that a position depends on, under the names that a user sets."""
@@ -227,11 +227,8 @@ class TrainingStream:
                     total_M = np.zeros(len(order))
                     for num_labelled in labelled_R.values():
                         total_M[: len(num_labelled)] += num_labelled
-                    yield (
-                        order,
-                        window,
-                        window_items(total_M[order], accumulate=self._accumulate, world_size=self._world_size),
-                    )
+                    sizes = {"accumulate": self._accumulate, "world_size": self._world_size}
+                    yield order, window, window_items(total_M[order], **sizes)
                     number, expected = number + len(order), ""
                 if all(is_last for _, _, is_last in shares):
                     return

@@ -211,7 +211,7 @@ class CausalLMModule(LightningModule):
         is_copied_whole = self._is_built or (self.model is not None and self.lora is None)
         stream_if_larger(self, dtype=dtype, is_sharded=mesh is not None)
         if not self._is_built:
-            filler = self._build(device=device, dtype=dtype, is_sharded=mesh is not None)
+            filler = self._build(dtype=dtype, is_sharded=mesh is not None)
         averaging = check_averaging(self._trainer, self, is_copied_whole=is_copied_whole, is_sharded=mesh is not None)
         if averaging is not None:
             wrap_average(averaging, self._find_patcher(), keep_equal_tensors)
@@ -232,7 +232,7 @@ class CausalLMModule(LightningModule):
             check_unsharded_masters(self.master_dtype_name, dtype=self.dtype_name)
         return mesh
 
-    def _build(self, *, device: torch.device, dtype: torch.dtype, is_sharded: bool) -> Filler | None:
+    def _build(self, *, dtype: torch.dtype, is_sharded: bool) -> Filler | None:
         """Load and adapt the model; return what fills it where it will be sharded."""
         from lightning_fastft.hf.lora_init import changes_base, read_initial
 
@@ -242,32 +242,14 @@ class CausalLMModule(LightningModule):
         self._seed = seed if self._trainer is None else int(self.trainer.strategy.broadcast(seed))
         model, filler = self.model, None
         if model is None:
-            assert self.source is not None
-            model, filler = open_source(
-                self.source,
-                device=device,
-                module=self,
-                dtype=dtype,
-                quantization=self.quantization,
-                seed=self._seed,
-                lora=self.lora,
-                is_sharded=is_sharded,
-            )
+            model, filler = open_source(self, dtype=dtype, is_sharded=is_sharded)
         # A base that is trained is part of every checkpoint and needs no digest.
         self._base_digest = digest_base(model, source=self.source) if self.has_adapters else ""
         model = apply_transforms(model, self._transforms.values(), stage="before_adapters")
         self._compute_dtype = model.dtype
         if self.lora is not None:
             lora = self._name_targets(model)
-            model = add_lora(
-                model,
-                lora=lora,
-                adapter_dtype=self.adapter_dtype,
-                seed=self._seed,
-                filler=filler,
-                source=self.source,
-                options=self._options,
-            )
+            model = add_lora(model, lora=lora, module=self, filler=filler)
             self._initial = read_initial(model) if changes_base(lora) else None
             if lora.init_lora_weights == "eva":
                 self._initialise_eva(model, is_sharded=is_sharded)

@@ -34,12 +34,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-    from lightning_fastft.hf.loading.source import ModelSource
     from lightning_fastft.hf.sharding.fillers import Filler
     from lightning_fastft.hf.sharding.units import AdapterPlacement
     from lightning_fastft.packing.document import Document
     from lightning_fastft.training.model.causal_lm import CausalLMModule
-    from lightning_fastft.training.model.options import ModelOptions
 
 Average = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 Transform = Callable[[Any], Any]
@@ -236,30 +234,26 @@ def find_home(module: LightningModule, *, lora: LoraConfig | None) -> torch.devi
 
 
 def open_source(
-    source: ModelSource,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantization: Literal["nf4"] | None,
-    seed: int,
-    lora: LoraConfig | None,
-    module: LightningModule,
-    is_sharded: bool,
+    module: CausalLMModule, *, dtype: torch.dtype, is_sharded: bool
 ) -> tuple[PreTrainedModel, Filler | None]:
-    """Return a finished model; or a model that is filled while it is sharded, with what fills it."""
+    """Return the finished model of a module's source; or a model that is filled while it is sharded, with what fills
+    it.
+    """
+    from lightning_fastft.hf.loading.model import build_model
+    from lightning_fastft.hf.sharding.fillers import open_model, reads_base
+
+    assert module.source is not None
+    options: dict[str, Any] = {
+        "device": find_device(module),
+        "dtype": dtype,
+        "quantization": module.quantization,
+        "seed": module._seed,
+    }
     with phase("loading the model"):
-        if not is_sharded:
-            from lightning_fastft.hf.loading.model import build_model
-
-            home = find_home(module, lora=lora)
-            model = build_model(source, device=device, dtype=dtype, quantization=quantization, seed=seed, home=home)
-            return model, None
-        from lightning_fastft.hf.sharding.fillers import open_model, reads_base
-
-        is_read_early = lora is not None and reads_base(lora)
-        return open_model(
-            source, device=device, dtype=dtype, quantization=quantization, seed=seed, is_read_early=is_read_early
-        )
+        if is_sharded:
+            is_read_early = module.lora is not None and reads_base(module.lora)
+            return open_model(module.source, is_read_early=is_read_early, **options)
+        return build_model(module.source, home=find_home(module, lora=module.lora), **options), None
 
 
 def open_frozen_model(source: str | nn.Module, *, module: LightningModule, dtype: torch.dtype) -> nn.Module:
@@ -297,16 +291,7 @@ def apply_transforms(model: Any, transforms: Iterable[tuple[Transform, Stage]], 
     return model
 
 
-def add_lora(
-    model: PreTrainedModel,
-    *,
-    lora: LoraConfig,
-    adapter_dtype: torch.dtype,
-    seed: int,
-    filler: Filler | None,
-    source: ModelSource | None,
-    options: ModelOptions,
-) -> PeftModel:
+def add_lora(model: PreTrainedModel, *, lora: LoraConfig, module: CausalLMModule, filler: Filler | None) -> PeftModel:
     """Return the PEFT model with adapters: those of the folder ``adapter``, or new ones; and frozen ones beside them.
 
     PEFT's copies of whole modules (modules_to_save) stay in the dtype of the base, so they are no fp32 masters; a
@@ -316,7 +301,7 @@ def add_lora(
     from lightning_fastft.hf.lora_folders import add_frozen_adapters, check_adapter_base, load_adapter
     from lightning_fastft.hf.lora_init import ADAPTER, initialise_loftq
 
-    compute_dtype = model.dtype
+    source, options, compute_dtype = module.source, module._options, model.dtype
     adapter = None if options.adapter is None else os.path.expanduser(options.adapter)
     frozen_adapters = [os.path.expanduser(folder) for folder in options.frozen_adapters or ()]
     for folder in (*([] if adapter is None else [adapter]), *frozen_adapters):
@@ -331,7 +316,7 @@ def add_lora(
         # Saved adapters must not ask PEFT for LoftQ, which would quantise the base that they are loaded onto.
         lora.init_lora_weights = True
     with nullcontext() if filler is None else filler.placeholders(model):
-        adapted = add_adapters(model, lora=lora, adapter_dtype=adapter_dtype, seed=seed)
+        adapted = add_adapters(model, lora=lora, adapter_dtype=module.adapter_dtype, seed=module._seed)
         if source is not None:
             # As get_peft_model(revision=...): what reads the saved adapters loads this revision of the base.
             adapted.peft_config[ADAPTER].revision = source.revision
@@ -345,7 +330,7 @@ def add_lora(
     others = [
         name
         for name, parameter in adapted.named_parameters()
-        if parameter.requires_grad and parameter.dtype != adapter_dtype
+        if parameter.requires_grad and parameter.dtype != module.adapter_dtype
     ]
     if others:
         rank_zero_warn(

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from lightning_fastft.checkpoint.atomic import replacing
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.files import edited_json
 
 if TYPE_CHECKING:
-    from lightning_fastft.hf.images import ImageEncoder
-    from lightning_fastft.hf.lora_init import Initial
+    from lightning_fastft.training.model.saved import SavedCausalLM
 
 
-def save_model(
-    model: Any,
-    folder: str,
-    *,
-    tokenizer: Any,
-    images: ImageEncoder | None,
-    answer_end: int | None,
-    is_sharded: bool,
-    is_writer: bool,
-    has_adapters: bool,
-    compute_dtype: torch.dtype,
-    initial: Initial | None,
-    finish: Callable[[Path], None],
-) -> None:
-    """Write adapters or a whole model, the tokenizer and the processor of images.
+def save_model(module: SavedCausalLM, folder: str) -> None:
+    """Write adapters or the whole model of a module, its tokenizer and its processor of images.
 
-    Sharded weights are gathered, so every rank makes this call. ``finish`` is called with the new files in a temporary
+    Sharded weights are gathered, so every rank makes this call. The module completes the new files in a temporary
     folder, before they replace earlier ones.
 
     Raises:
@@ -47,35 +30,38 @@ def save_model(
     from lightning_fastft.hf.export import check_readable, disk_errors, save_adapters, share_weights
     from lightning_fastft.hf.generation import add_stop
 
-    folder = os.path.expanduser(folder)
+    model, folder = module.model, os.path.expanduser(folder)
+    tokenizer, images, answer_end = module.trained_tokenizer, module.image_encoder, module.answer_end
     has_peft = hasattr(model, "peft_config")
     if has_peft:
         check_readable(model)
     state = None
-    if is_sharded:
+    if module.is_sharded:
         from lightning_fastft.hf.added_tokens import find_resized
         from lightning_fastft.hf.sharding.state import gather_state
 
         # Masters leave in the dtype that the model has without them.
-        dtype = None if has_adapters else compute_dtype
-        is_trained_only = has_adapters and not (has_peft and find_resized(model))
+        dtype = None if module.has_adapters else module._compute_dtype
+        is_trained_only = module.has_adapters and not (has_peft and find_resized(model))
         state = gather_state(model, is_trained_only=is_trained_only, dtype=dtype)
-    if not is_writer:
+    if module._trainer is not None and not module.trainer.is_global_zero:
         return
     _refuse_other_kind(Path(folder), is_adapters=has_peft)
 
     def complete(part: Path) -> None:
         generation = None if answer_end is None else add_stop(model.generation_config, answer_end)
         write_companions(part, tokenizer=tokenizer, images=images, generation=generation)
-        finish(part)
+        module._finish_files(part)
 
     if has_peft:
-        save_adapters(model, Path(folder), state_dict=state, initial=initial, finish=complete)
+        save_adapters(model, Path(folder), state_dict=state, initial=module.initial_adapters, finish=complete)
     else:
         with replacing(Path(folder)) as part, disk_errors():
             model.save_pretrained(str(part), **({} if state is None else {"state_dict": state}))
             if state is not None:
-                _name_dtype(part / "config.json", compute_dtype)
+                # transformers wrote the dtype of the masters.
+                with edited_json(part / "config.json") as config:
+                    config["dtype"] = str(module._compute_dtype).removeprefix("torch.")
             share_weights(part)
             complete(part)
             names = {path.name for path in part.iterdir()}
@@ -93,10 +79,3 @@ def _refuse_other_kind(folder: Path, *, is_adapters: bool) -> None:
             f"{folder} holds {other}, and transformers would add the adapters to the model. Save {own} to another "
             "folder; the model of this process is unchanged."
         )
-
-
-def _name_dtype(file: Path, dtype: torch.dtype) -> None:
-    """Write the dtype of the saved weights to a configuration, where transformers wrote that of the masters."""
-    content = json.loads(file.read_text(encoding="utf-8"))
-    content["dtype"] = str(dtype).removeprefix("torch.")
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

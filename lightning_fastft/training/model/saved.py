@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastft.checkpoint.io import local_path
 from lightning_fastft.checkpoint.remote import downloaded, is_remote
+from lightning_fastft.core.checks import local_path
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.model.base_identity import check_adapter_names, check_base, describe_base
 from lightning_fastft.training.model.export import save_model
@@ -164,19 +164,7 @@ class SavedCausalLM(TextCausalLM):
         """
         if self.model is None:
             raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
-        save_model(
-            self.model,
-            folder,
-            tokenizer=self.trained_tokenizer,
-            images=self.image_encoder,
-            answer_end=self.answer_end,
-            is_sharded=self.is_sharded,
-            is_writer=self._trainer is None or self.trainer.is_global_zero,
-            has_adapters=self.has_adapters,
-            compute_dtype=self._compute_dtype,
-            initial=self._initial,
-            finish=self._finish_files,
-        )
+        save_model(self, folder)
 
     def _finish_files(self, part: Path) -> None:
         """Complete the files of a save before they replace earlier ones; called by the rank that writes."""
