@@ -23,8 +23,8 @@ from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 MAX_LANES = 2048
 MAX_DEPTH = 2
 NUM_WARPS = 8
-# Compute capabilities whose compiler allows a thread 64 registers with 8 warps. The evaluation of soft-capped logits that
-# are read one by one needs more there; with 16 warps, half as many columns a thread. Not yet measured on a device.
+# Compute capabilities for which ptxas limits a thread to 64 registers with 8 warps. Evaluation of soft-capped logits
+# that are read one by one needs more there; with 16 warps a thread has half as many columns. Not measured on a device.
 FEW_REGISTERS = {(8, 6), (8, 9)}
 MANY_WARPS = 16
 
