@@ -205,9 +205,12 @@ def make_tuner(kind, *, dtype="float32", optimizer=None, **options):
     )
 
 
-def batches_of(rank, *, world_size, num_windows=NUM_WINDOWS):
+def batches_of(rank, *, world_size, num_windows=NUM_WINDOWS, **options):
     """The micro-batches of one rank; one process with all of them has the same windows."""
-    windows = [micro_batches(accumulate=ACCUMULATE, world_size=NUM_RANKS, rank=number) for number in range(NUM_RANKS)]
+    windows = [
+        micro_batches(accumulate=ACCUMULATE, world_size=NUM_RANKS, rank=number, **options)
+        for number in range(NUM_RANKS)
+    ]
     if world_size == NUM_RANKS:
         return windows[rank] * num_windows
     return [batch for pair in zip(*windows) for batch in pair] * num_windows

@@ -35,6 +35,8 @@ if "lara_mini" in CONFIG_MAPPING:
         "bailing_hybrid": ("bailing_hybrid", "keep", {"gradient_sync": "batch"}),
         "bailing_hybrid, two copies": ("bailing_hybrid", "recompute", {"gradient_sync": "batch", "shard": 1}),
     }
+# Two documents in each micro-batch: transformers' delta rule takes 30 ms for each, however short.
+NUM_EXAMPLES = 2 * ACCUMULATE * NUM_RANKS
 # Saved after two of four steps, as a folder or one file.
 RESUMED = {"folder": True, "file": False}
 RESUMED_CASE = "kimi_linear" if "kimi_linear" in CASES else "routers"
@@ -83,7 +85,7 @@ def train(case, strategy_class, *, num_ranks=1, rank=0, folder=None, optimizer=N
         callbacks=[BincountRouter(), look, *options.pop("callbacks", ())],
         **{"max_steps": 2, **{name: value for name, value in options.items() if name != "ckpt_path"}},
     )
-    batches = batches_of(rank, world_size=num_ranks, num_windows=trainer.max_steps)
+    batches = batches_of(rank, world_size=num_ranks, num_windows=trainer.max_steps, num_examples=NUM_EXAMPLES)
     trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=options.get("ckpt_path"))
     reasons = [status.reason for status in (*trainer.strategy.statuses(), *module.statuses())]
     return module, look, next((reason for reason in reasons if "FSDP2" in reason), "")

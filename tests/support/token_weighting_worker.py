@@ -34,11 +34,11 @@ ONE_RANK = {"accumulate 1": 1, "accumulate 2": 2, "accumulate 4": 4, "accumulate
 TWO_RANKS = {"accumulate 1": 1, "accumulate 4": 4}
 
 
-def ragged_examples():
+def ragged_examples(num_examples=NUM_EXAMPLES):
     """Documents of 2 to 40 tokens, from one to all of them labelled."""
     rng = np.random.default_rng(0)
     documents = []
-    for _ in range(NUM_EXAMPLES):
+    for _ in range(num_examples):
         ids = rng.integers(1, VOCAB_SIZE, size=int(rng.integers(2, 41)))
         labels = ids.copy()
         labels[: rng.integers(1, len(ids))] = -100
@@ -46,11 +46,11 @@ def ragged_examples():
     return documents
 
 
-def micro_batches(*, accumulate, world_size=1, rank=0, num_items=None):
+def micro_batches(*, accumulate, world_size=1, rank=0, num_items=None, num_examples=NUM_EXAMPLES):
     """The share of one rank: consecutive examples, very different numbers of labelled tokens in each micro-batch."""
-    documents = sorted(ragged_examples(), key=lambda document: len(document.input_ids))
+    documents = sorted(ragged_examples(num_examples), key=lambda document: len(document.input_ids))
     window_tokens = sum(int((document.labels[1:] != -100).sum()) for document in documents)
-    parts = np.array_split(np.arange(NUM_EXAMPLES), accumulate * world_size)[rank::world_size]
+    parts = np.array_split(np.arange(num_examples), accumulate * world_size)[rank::world_size]
     divisor = window_tokens / (accumulate * world_size)
     return [
         collate([documents[index] for index in part], num_items=divisor if num_items is None else num_items)

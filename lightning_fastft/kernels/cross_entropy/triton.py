@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_fastft.kernels.backends import capability_of
 from lightning_fastft.kernels.cross_entropy.reference import IGNORED_TARGET
 from lightning_fastft.kernels.launch import launch
 from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
@@ -22,6 +23,10 @@ from lightning_fastft.kernels.sizes import ceil_div, next_power_of_2
 MAX_LANES = 2048
 MAX_DEPTH = 2
 NUM_WARPS = 8
+# Compute capabilities for which ptxas limits a thread to 64 registers with 8 warps. Evaluation of soft-capped logits
+# that are read one by one needs more there; with 16 warps a thread has half as many columns. Not measured on a device.
+FEW_REGISTERS = {(8, 6), (8, 9)}
+MANY_WARPS = 16
 
 # Below every logit except -inf. A lane that has seen only -inf computes -inf minus this value, never -inf minus -inf.
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -168,6 +173,8 @@ def row_losses(
     if num_rows == 0:
         return nll_R, correct_R, entropy_R
     lanes = min(next_power_of_2(num_columns), MAX_LANES)
+    is_large = softcap is not None and gradient_factor is None and count_correct and num_columns % 16 != 0
+    must_spread = is_large and capability_of(logits_RV.device) in FEW_REGISTERS
     launch(
         _row_loss_kernel,
         (num_rows,),
@@ -188,6 +195,6 @@ def row_losses(
         WITH_ENTROPY=with_entropy,
         DEPTH=min(next_power_of_2(ceil_div(num_columns, lanes)), MAX_DEPTH),
         LANES=lanes,
-        num_warps=NUM_WARPS,
+        num_warps=MANY_WARPS if must_spread else NUM_WARPS,
     )
     return nll_R, correct_R, entropy_R
