@@ -225,7 +225,7 @@ class RolloutDataModule(RecordedDataModule):
 
     def _rounds(self) -> Iterator[PackedBatch]:
         while True:
-            # Samplers, rewards and dropout of the old log-probabilities draw between two batches.
+            # Samplers and rewards draw between two batches.
             with drawing_apart(self._round_seed(self._num_rounds, stream=-2), device=self._tuner().device):
                 if self._documents is None:
                     self._documents = self._sample_round(self._num_rounds)
