@@ -420,6 +420,35 @@ def test_rewards_get_columns_that_the_first_row_of_a_round_lacks(tmp_path):
     assert sorted(seen, key=str) == [({"2"}, {None}), ({None}, {"3"})]
 
 
+def test_a_reward_that_names_completion_ids_gets_the_sampled_tokens(tmp_path):
+    """As TRL's get_soft_overlong_punishment, which DAPO adds."""
+    sampled, seen = [[2, 1], [3, 4]], []
+
+    def long(completion_ids, **columns):
+        assert sorted(columns) == ["answer", "completions", "prompts"]
+        seen.append(completion_ids)
+        return [-float(len(ids)) for ids in completion_ids]
+
+    def plain(*, prompts, completions, answer):
+        return [0.0] * len(completions)
+
+    def sampler(tuner, prompts, **_):
+        return [[Sampled(ids) for ids in sampled] for _ in prompts]
+
+    tuner, data = make_parts(
+        rewards=[long, plain], sampler=sampler, num_completions=2, prompts_per_round=2, max_new_tokens=2
+    )
+    train(tmp_path, tuner, data, max_steps=1)
+    assert seen == [sampled * 2]
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_of_a_name_that_rewards_get_is_refused(tmp_path, name):
+    data = RolloutDataModule([{"prompt": "1+1=", name: "2"}], rewards=is_right, num_completions=2, prompts_per_round=1)
+    with pytest.raises(DataError, match=f"column '{name}'"):
+        train(tmp_path, make_parts()[0], data, max_steps=1)
+
+
 @pytest.mark.parametrize("make", [lambda values: values, list], ids=["tensor", "list of tensors"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rewards_of_a_model_are_numbers(make, dtype):
