@@ -13,7 +13,6 @@ from lightning_fastft.core.errors import DataError
 from lightning_fastft.training.data.rollouts import PROMPT
 from lightning_fastft.training.samplers import Sampled
 
-
 # Keywords of reward functions beside the columns of the rows.
 PROMPTS, COMPLETIONS, COMPLETION_IDS = "prompts", "completions", "completion_ids"
 
