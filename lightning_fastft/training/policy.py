@@ -13,7 +13,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.training.losses import POLICY_LOSSES, PolicyLoss, policy_loss
-from lightning_fastft.training.reference import ReferenceTuner, check_read
+from lightning_fastft.training.reference import ReferenceTuner, check_read, evaluating
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -142,10 +142,13 @@ class PolicyTuner(ReferenceTuner):
     def note_old_log_probs(self, batch: PackedBatch) -> None:
         """Keep the present log-probabilities in a batch that further updates will come before.
 
+        They are without dropout, as the completions were sampled.
+
         Cost:
             A forward without gradients.
         """
-        self._find_completions(batch).old_log_prob_R = self._read_log_probs(batch, temperature=self.temperature)
+        with evaluating(self.model):
+            self._find_completions(batch).old_log_prob_R = self._read_log_probs(batch, temperature=self.temperature)
 
     def advantages(self, completions: Completions) -> torch.Tensor:
         """Return the advantage of each completion, shape (C,).

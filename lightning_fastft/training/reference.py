@@ -301,7 +301,7 @@ class ReferenceTuner(Tuner):
             return self._read_log_probs(batch, temperature=temperature, model=self.frozen_model)
         from lightning_fastft.hf.lora import adapters_off
 
-        with adapters_off(self.model, kept=self._frozen_adapters), _evaluating(self.model):
+        with adapters_off(self.model, kept=self._frozen_adapters), evaluating(self.model):
             return self._read_log_probs(batch, temperature=temperature)
 
     # Saving.
@@ -320,8 +320,8 @@ class ReferenceTuner(Tuner):
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside a block: the reference is one distribution, and draws no random numbers."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside a block: what a policy is compared with is one distribution, without random numbers."""
     switched = [module for module in model.modules() if module.training]
     try:
         for module in switched:

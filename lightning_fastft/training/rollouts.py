@@ -37,7 +37,7 @@ from lightning_fastft.training.data.rounds import (
     draw_sampled,
     pack_round,
 )
-from lightning_fastft.training.data.sampled import check_groups, judge
+from lightning_fastft.training.data.sampled import check_columns, check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
 from lightning_fastft.training.data.trainer_facts import check_rollout_run, has_trained
 from lightning_fastft.training.samplers import FunctionSampler, Sampled, VllmSampler, sample_with_model
@@ -63,8 +63,9 @@ class RolloutDataModule(RecordedDataModule):
             "tools" and "chat_template_kwargs"): a file, a folder, a data set or a list of rows, as in
             ``PackedDataModule``. All columns except "prompt" are passed to the rewards.
         rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
-            prompts, completions (texts) and one list for each other column of the rows. Returns one finite number for
-            each completion. None for a DistillationTuner.
+            prompts, completions (texts), one list for each other column of the rows, and completion_ids (lists of
+            token ids) if the function names it. Returns one finite number for each completion. None for a
+            DistillationTuner.
         sampler: Samples the completions; ``sample_with_model``, a ``VllmSampler``, a ``FunctionSampler`` of your own
             function, or a function like ``sample_with_model``.
         sampled_share: Share of prompts whose completions are sampled, drawn anew in each round (lmbda of GKD). The
@@ -177,6 +178,8 @@ class RolloutDataModule(RecordedDataModule):
         self.answer_end = find_end(tuner.tokenizer, options=format_options, stop_ids=tuner.stop_ids or ())
         # A row may lack a column that others have.
         self._columns = tuple(dict.fromkeys(name for row in self._rows for name in row if name != PROMPT))
+        if self.rewards:
+            check_columns(self._columns)
         if self.sampled_share < 1:
             self._given = encode_given(
                 formatter, self._rows, places, max_tokens=self.max_tokens, sampled_share=self.sampled_share
@@ -225,7 +228,7 @@ class RolloutDataModule(RecordedDataModule):
 
     def _rounds(self) -> Iterator[PackedBatch]:
         while True:
-            # Samplers, rewards and dropout of the old log-probabilities draw between two batches.
+            # Samplers and rewards draw between two batches.
             with drawing_apart(self._round_seed(self._num_rounds, stream=-2), device=self._tuner().device):
                 if self._documents is None:
                     self._documents = self._sample_round(self._num_rounds)

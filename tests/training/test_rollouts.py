@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from lightning_fastft.checkpoint.lightning_internals import logged_step_values
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.data.rollouts import make_rollout
@@ -239,6 +240,46 @@ def test_without_a_correction_the_sampler_is_taken_for_the_policy(tmp_path, max_
     assert torch.equal(*found)
 
 
+def test_log_probabilities_before_the_first_step_are_without_dropout(tmp_path):
+    """As the completions were sampled: else a ratio compares two draws of dropout."""
+    tuner, data = make_parts(max_tokens=48, max_new_tokens=2, tuner_options={"lora": {"r": 4, "lora_dropout": 0.9}})
+    own_step, distances = tuner.training_step, []
+
+    def step(batch, batch_idx):
+        assert all(module.training for module in tuner.model.modules())
+        tuner.model.eval()
+        old_R = batch.context.completions.old_log_prob_R
+        distances.append(float((tuner._read_log_probs(batch) - old_R).abs().max()))
+        tuner.model.train()
+        return own_step(batch, batch_idx)
+
+    tuner.training_step = step
+    with torch.random.fork_rng():
+        tuner.configure_model()
+        for name, parameter in tuner.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    train(tmp_path, tuner, data, max_steps=1)
+    assert distances == [0.0]
+
+
+# Two packs fill half of a window of 4.
+def test_packs_without_rollouts_are_not_in_what_is_logged(tmp_path):
+    class Note(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            values.append({name: float(value) for name, value in logged_step_values(trainer).items()})
+
+    values = []
+    tuner, data = make_parts(
+        rewards=lambda completions, **_: [2.0] * len(completions), prompts_per_round=2, max_tokens=24, max_new_tokens=1
+    )
+    trainer = train(tmp_path, tuner, data, max_steps=2, accumulate_grad_batches=4, callbacks=[Note()])
+    assert [found.get("train_reward") for found in values] == [None, None, 2.0, 2.0] * 2
+    assert [found.get("train_length") for found in values] == [None, None, 1.0, 1.0] * 2
+    assert all(found.keys() == values[2].keys() for found in values if found)
+    assert float(trainer.logged_metrics["train_reward"]) == 2.0
+
+
 def test_a_rollout_holds_prompt_completions_and_scores():
     document = make_rollout([5, 6], [Sampled([7], [-0.5]), Sampled([8, 1], [-0.25, -1.0])], [1.0, 0.0])
     assert document.input_ids.tolist() == [5, 6, 7, 8, 1]
@@ -377,6 +418,35 @@ def test_rewards_get_columns_that_the_first_row_of_a_round_lacks(tmp_path):
     data = RolloutDataModule(rows, rewards=reward, num_completions=2, prompts_per_round=1, max_new_tokens=1)
     train(tmp_path, make_parts()[0], data, max_steps=2)
     assert sorted(seen, key=str) == [({"2"}, {None}), ({None}, {"3"})]
+
+
+def test_a_reward_that_names_completion_ids_gets_the_sampled_tokens(tmp_path):
+    """As TRL's get_soft_overlong_punishment, which DAPO adds."""
+    sampled, seen = [[2, 1], [3, 4]], []
+
+    def long(completion_ids, **columns):
+        assert sorted(columns) == ["answer", "completions", "prompts"]
+        seen.append(completion_ids)
+        return [-float(len(ids)) for ids in completion_ids]
+
+    def plain(*, prompts, completions, answer):
+        return [0.0] * len(completions)
+
+    def sampler(tuner, prompts, **_):
+        return [[Sampled(ids) for ids in sampled] for _ in prompts]
+
+    tuner, data = make_parts(
+        rewards=[long, plain], sampler=sampler, num_completions=2, prompts_per_round=2, max_new_tokens=2
+    )
+    train(tmp_path, tuner, data, max_steps=1)
+    assert seen == [sampled * 2]
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_of_a_name_that_rewards_get_is_refused(tmp_path, name):
+    data = RolloutDataModule([{"prompt": "1+1=", name: "2"}], rewards=is_right, num_completions=2, prompts_per_round=1)
+    with pytest.raises(DataError, match=f"column '{name}'"):
+        train(tmp_path, make_parts()[0], data, max_steps=1)
 
 
 @pytest.mark.parametrize("make", [lambda values: values, list], ids=["tensor", "list of tensors"])

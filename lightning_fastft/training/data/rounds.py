@@ -67,6 +67,9 @@ def pack_round(
     packs = split_to_multiple(packs, length_N, multiple=num_packs)
     # Best fit puts the longest rollouts first; the shuffle spreads them over the windows.
     order = np.argsort(mix_bits(np.arange(num_packs, dtype=np.uint64), seed=seed, stream=0), kind="stable")
+    # Loggers read the last micro-batch of a window: the empty packs of each come first.
+    is_filled_WA = np.array([len(packs[int(number)]) > 0 for number in order]).reshape(-1, accumulate)
+    order = np.take_along_axis(order.reshape(-1, accumulate), np.argsort(is_filled_WA, kind="stable"), axis=1).ravel()
     weights = np.array([packs.sum_per_pack(weight_N)[number] for number in order])
     window_RW = _gather(weights.reshape(-1, accumulate).sum(axis=1))
     world_size, total_W = len(window_RW), window_RW.sum(axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,23 @@ import torch
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.training.data.rollouts import PROMPT
 from lightning_fastft.training.samplers import Sampled
+
+# Keywords of reward functions beside the columns of the rows.
+PROMPTS, COMPLETIONS, COMPLETION_IDS = "prompts", "completions", "completion_ids"
+
+
+def check_columns(columns: Sequence[str]) -> None:
+    """Refuse columns that have the name of another keyword of reward functions.
+
+    Raises:
+        DataError: One has.
+    """
+    taken = [name for name in (PROMPTS, COMPLETIONS, COMPLETION_IDS) if name in columns]
+    if taken:
+        raise DataError(
+            f"The rows have the column {taken[0]!r}. Reward functions get the columns of the rows by name, and "
+            f"{taken[0]} is what was sampled for them: rename the column."
+        )
 
 
 def check_groups(
@@ -48,7 +66,7 @@ def judge(
     tokenizer: Any,
 ) -> list[list[float]]:
     """Return the summed rewards of each group's completions; 0 without reward functions. Rows without one of the
-    columns have None in it.
+    columns have None in it. A function that names ``completion_ids`` also gets the token ids of each completion.
 
     Raises:
         DataError: A reward function returned another count, or values that are not finite numbers.
@@ -58,9 +76,11 @@ def judge(
     texts = [tokenizer.decode(sampled.input_ids, skip_special_tokens=True) for group in groups for sampled in group]
     repeated = [row for row, group in zip(rows, groups) for _ in group]
     lists = {name: [row.get(name) for row in repeated] for name in columns}
+    ids = [list(sampled.input_ids) for group in groups for sampled in group]
     total = np.zeros(len(texts))
     for reward in rewards:
-        found = reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **lists)
+        more = {COMPLETION_IDS: ids} if _names(reward, COMPLETION_IDS) else {}
+        found = reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **more, **lists)
         name = getattr(reward, "__name__", type(reward).__name__)
         try:
             values = _to_numbers(found)
@@ -83,6 +103,14 @@ def judge(
         total += values
     ends = np.cumsum([len(group) for group in groups])
     return [part.tolist() for part in np.split(total, ends[:-1])]
+
+
+def _names(function: Callable[..., Any], parameter: str) -> bool:
+    """Return whether a function names a parameter; False where Python does not know its signature."""
+    try:
+        return parameter in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _to_numbers(found: Any) -> np.ndarray:

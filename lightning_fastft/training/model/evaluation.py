@@ -73,8 +73,15 @@ class EvaluatedCausalLM(SavedCausalLM):
             self._add(kind, name, prefix=prefix, loader=_ALL, total=total, count=num_tokens)
 
     def _log_means(self, means: Mapping[str, torch.Tensor], *, prefix: str, count: int, shown: tuple[str, ...]) -> None:
-        """Log means over ``count`` examples of one batch: at each step in training, over all batches elsewhere."""
+        """Log means over ``count`` examples of one batch: at each step in training, over all batches elsewhere.
+
+        A training batch without examples, such as a pack that only fills an accumulation window, has no mean.
+        """
         is_training = prefix == "train"
+        if is_training and not count:
+            for name in means if self._trainer is not None else ():
+                drop_step_value(self.trainer, f"{prefix}_{name}")
+            return
         ending = "" if is_training else self._ending(prefix)
         for name, value in means.items():
             self.log(
@@ -98,10 +105,7 @@ class EvaluatedCausalLM(SavedCausalLM):
         All ranks must call this for the same names in a validation or test.
         """
         if prefix == "train":
-            if count:
-                self._log_means({name: value}, prefix=prefix, count=count, shown=())
-            elif self._trainer is not None:
-                drop_step_value(self.trainer, f"{prefix}_{name}")
+            self._log_means({name: value}, prefix=prefix, count=count, shown=())
             return
         self._partial.add(name)
         loaders: list[int | str] = [self._loader, *([_ALL] if self._ending(prefix) else [])]
