@@ -404,7 +404,8 @@ def test_muon_trains_adapters_and_as_a_part_of_one_optimizer_every_weight(tmp_pa
     module = tuner(lora=lora, optimizer=functools.partial(torch.optim.Muon, lr=1e-3), learning_rate=None)
     if lora is None:
         module.configure_optimizers = lambda: MuonForMatrices(
-            [p for p in trainable(module).values() if p.ndim == 2], [p for p in trainable(module).values() if p.ndim < 2]
+            [p for p in trainable(module).values() if p.ndim == 2],
+            [p for p in trainable(module).values() if p.ndim < 2],
         )
     module.configure_model()
     before = {name: tensor.detach().clone() for name, tensor in trainable(module).items()}
