@@ -64,7 +64,7 @@ class RolloutDataModule(RecordedDataModule):
             ``PackedDataModule``. All columns except "prompt" are passed to the rewards.
         rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
             prompts, completions (texts), one list for each other column of the rows, and completion_ids (lists of
-            token ids) if the function names it. Returns one finite number for each completion. None for a
+            token ids) if the function takes it. Returns one finite number for each completion. None for a
             DistillationTuner.
         sampler: Samples the completions; ``sample_with_model``, a ``VllmSampler``, a ``FunctionSampler`` of your own
             function, or a function like ``sample_with_model``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -241,8 +242,12 @@ class Tuner(EvaluatedCausalLM):
         return read_logits(self._check_lazy(batch, model), batch, read)
 
     def _read_log_probs(self, batch: PackedBatch, *, temperature: float = 1.0, model: Any = None) -> torch.Tensor:
-        """Return the log-probability of each labelled row's target, shape (R,), without a graph."""
-        return self._read(batch, lambda logits: logits.log_probs(temperature=temperature).log_prob_R, model=model)
+        """Return the log-probability of each labelled row's target, shape (R,), without a graph.
+
+        Some are read between two steps, outside of Lightning's context, and compared with those of a step.
+        """
+        with nullcontext() if self._trainer is None else self.trainer.precision_plugin.forward_context():
+            return self._read(batch, lambda logits: logits.log_probs(temperature=temperature).log_prob_R, model=model)
 
     def _check_lazy(self, batch: PackedBatch, model: Any) -> Any:
         """Return the model; check once that its head is lazy.

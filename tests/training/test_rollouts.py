@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.plugins import Precision
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -240,6 +241,26 @@ def test_without_a_correction_the_sampler_is_taken_for_the_policy(tmp_path, max_
     assert torch.equal(*found)
 
 
+def test_log_probabilities_before_the_first_step_are_in_the_precision_of_the_step(tmp_path):
+    class Autocast(Precision):
+        def forward_context(self):
+            return torch.autocast("cpu", torch.bfloat16)
+
+    tuner, data = make_parts(max_tokens=48, max_new_tokens=2, learning_rate=0.0)
+    own_step, same = tuner.training_step, []
+
+    def step(batch, batch_idx):
+        same.append(torch.equal(tuner._read_log_probs(batch), batch.context.completions.old_log_prob_R))
+        with torch.autocast("cpu", enabled=False):
+            wide_R = PolicyTuner._read(tuner, batch, lambda logits: logits.log_probs().log_prob_R)
+        same.append(not torch.equal(wide_R, batch.context.completions.old_log_prob_R))
+        return own_step(batch, batch_idx)
+
+    tuner.training_step = step
+    train(tmp_path, tuner, data, max_steps=2, plugins=[Autocast()])
+    assert same == [True] * 4
+
+
 def test_log_probabilities_before_the_first_step_are_without_dropout(tmp_path):
     """As the completions were sampled: else a ratio compares two draws of dropout."""
     tuner, data = make_parts(max_tokens=48, max_new_tokens=2, tuner_options={"lora": {"r": 4, "lora_dropout": 0.9}})
@@ -420,7 +441,7 @@ def test_rewards_get_columns_that_the_first_row_of_a_round_lacks(tmp_path):
     assert sorted(seen, key=str) == [({"2"}, {None}), ({None}, {"3"})]
 
 
-def test_a_reward_that_names_completion_ids_gets_the_sampled_tokens(tmp_path):
+def test_a_reward_that_takes_completion_ids_gets_the_sampled_tokens(tmp_path):
     """As TRL's get_soft_overlong_punishment, which DAPO adds."""
     sampled, seen = [[2, 1], [3, 4]], []
 
@@ -429,6 +450,10 @@ def test_a_reward_that_names_completion_ids_gets_the_sampled_tokens(tmp_path):
         seen.append(completion_ids)
         return [-float(len(ids)) for ids in completion_ids]
 
+    def any_column(**columns):
+        seen.append(columns["completion_ids"])
+        return [0.0] * len(columns["completions"])
+
     def plain(*, prompts, completions, answer):
         return [0.0] * len(completions)
 
@@ -436,10 +461,10 @@ def test_a_reward_that_names_completion_ids_gets_the_sampled_tokens(tmp_path):
         return [[Sampled(ids) for ids in sampled] for _ in prompts]
 
     tuner, data = make_parts(
-        rewards=[long, plain], sampler=sampler, num_completions=2, prompts_per_round=2, max_new_tokens=2
+        rewards=[long, any_column, plain], sampler=sampler, num_completions=2, prompts_per_round=2, max_new_tokens=2
     )
     train(tmp_path, tuner, data, max_steps=1)
-    assert seen == [sampled * 2]
+    assert seen == [sampled * 2] * 2
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])

@@ -66,7 +66,7 @@ def judge(
     tokenizer: Any,
 ) -> list[list[float]]:
     """Return the summed rewards of each group's completions; 0 without reward functions. Rows without one of the
-    columns have None in it. A function that names ``completion_ids`` also gets the token ids of each completion.
+    columns have None in it. A function that takes ``completion_ids`` also gets the token ids of each completion.
 
     Raises:
         DataError: A reward function returned another count, or values that are not finite numbers.
@@ -79,7 +79,7 @@ def judge(
     ids = [list(sampled.input_ids) for group in groups for sampled in group]
     total = np.zeros(len(texts))
     for reward in rewards:
-        more = {COMPLETION_IDS: ids} if _names(reward, COMPLETION_IDS) else {}
+        more = {COMPLETION_IDS: ids} if _takes(reward, COMPLETION_IDS) else {}
         found = reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **more, **lists)
         name = getattr(reward, "__name__", type(reward).__name__)
         try:
@@ -105,12 +105,13 @@ def judge(
     return [part.tolist() for part in np.split(total, ends[:-1])]
 
 
-def _names(function: Callable[..., Any], parameter: str) -> bool:
-    """Return whether a function names a parameter; False where Python does not know its signature."""
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    """Return whether a function takes a keyword; False where Python does not know its signature."""
     try:
-        return parameter in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
+    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _to_numbers(found: Any) -> np.ndarray:
