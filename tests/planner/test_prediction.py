@@ -66,6 +66,14 @@ def test_of_the_peak_the_segment_in_its_own_backward_counts_what_it_holds_once()
     assert held.step_ms == pytest.approx(recompute.step_ms - 5.0)
 
 
+def test_a_value_is_copied_from_the_moment_when_the_forward_has_computed_it():
+    cost = plain_step(2, values=VALUES, forward_ms=10.0)
+    plan = (SegmentPlan(False, "device", (("a", "host"), ("b", "host"))), SegmentPlan(False, "device", ()))
+    copies = [copy for copy in predict(cost, plan, machine=H200).streams if copy.stream == "d2h"]
+    # "a" takes 2 of the 5 ms in which both are computed.
+    assert [(copy.label, round(copy.start_ms, 6)) for copy in copies] == [("a 0", 4.0), ("b 0", 10.0)]
+
+
 def test_copies_that_hide_under_compute_expose_nothing():
     prediction = predict(qwen3_14b(), uniform_plan(40, "offload"), machine=H200)
     assert prediction.exposed_ms == 0
