@@ -7,9 +7,8 @@ r"""Compare every system that can be imported, on the same packs, weights and ad
 The script builds missing files, reports every system that cannot run with its error, and measures the others in two
 passes, A B C | C B A, and A' at the end: half of the timed steps of a setting in each. A' repeats our default setting
 as the A/A control. Gradient check, clock and proof of training are the ruler's (benchmarks/train_step.py). If the
-medians
-of the control differ by more than 2 %, no row and no ratio is written. A run on a CPU shows only that everything runs:
-no rows, no ratios, exit status 0 if every process ran and was checked.
+medians of the control differ by more than 2 %, no row and no ratio is written. A run on a CPU shows only that
+everything runs: no rows, no ratios, exit status 0 if every process ran and was checked.
 
 In OUT: raw.jsonl (every case, written when it ends), log.txt (their output), clocks.csv, table.txt, rows.csv (columns
 of results.csv), NAME-*.jsonl.gz (all of raw.jsonl with versions, driver and clocks, for benchmarks/logs), chart.png.
@@ -103,8 +102,8 @@ def describe_command(words: Sequence[str]) -> str:
     """Return the command for rows and logs, without folders of this machine.
 
     Example:
-        >>> describe_command(["--row", "tiny", "--root", "/dev/shm/x", "--out", "/tmp/y", "--resume",
-        "/tmp/a.jsonl.gz"]) 'python -m benchmarks.compare --row tiny --root ROOT --out runs --resume a.jsonl.gz'
+        >>> describe_command(["--row", "tiny", "--root", "a/weights", "--out", "b", "--resume", "c/log.jsonl.gz"])
+        'python -m benchmarks.compare --row tiny --root ROOT --out runs --resume log.jsonl.gz'
     """
     shown, option = ["python -m benchmarks.compare"], ""
     for word in words:

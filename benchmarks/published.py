@@ -389,9 +389,8 @@ def state_gain(gain: dict[str, Any]) -> str:
     """Return a gain in one sentence, with the difference of two rounds of one combination.
 
     Example:
-        >>> state_gain({"name": "metadata once", "gain": 0.2, "spread": 0.5, "waits": (0, 0)})
-        'metadata once: +0.2 % steps/s: near 0: two rounds of one combination differ by up to 0.5 %; host waits a step 0
-        -> 0: none to remove'
+        >>> state_gain({"name": "once", "gain": 0.2, "spread": None, "waits": (0, 0)})
+        'once: +0.2 % steps/s: one round, its spread is not known; host waits a step 0 -> 0: none to remove'
     """
     off, on = gain["waits"]
     waits = f"; host waits a step {off} -> {on}" + (": none to remove" if off == 0 else "") if off is not None else ""

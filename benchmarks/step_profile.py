@@ -218,9 +218,8 @@ def short_name(name: str) -> str:
     """Return a kernel's name without common parts.
 
     Example:
-        >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>,
-        std::array<char*, 3ul> >(int, float)") 'vectorized_elementwise_kernel<4, AddFunctor<float>, std::array<char*,
-        3ul> >'
+        >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float> >(int, float)")
+        'vectorized_elementwise_kernel<4, AddFunctor<float> >'
     """
     name = re.sub(r"\(anonymous namespace\)::", "", name).removeprefix("void ")
     name = re.sub(r"\((?:[^()]|\([^()]*\))*\)( const)?$", "", name)
