@@ -118,8 +118,8 @@ class PlanSearch:
         if self._kept_by_density != sorted(self._kept_by_density, reverse=True):
             patterns = (*patterns, "dense")
         for slot_bytes in [0, *self._slot_sizes(_NUM_SLOT_SIZES)]:
-            loads = ((True, True), (True, False), (False, True)) if slot_bytes else ((True, False),)
-            for is_hidden, is_input_forced in loads:
+            choices = ((True, True), (True, False), (False, True)) if slot_bytes else ((True, False),)
+            for is_hidden, is_input_forced in choices:
                 for pattern in patterns:
                     yield _Recipe(pattern, slot_bytes, slot_bytes, is_hidden, is_input_forced)
 

@@ -195,17 +195,17 @@ class Tuner(EvaluatedCausalLM):
         return self._step(batch, prefix="train")
 
     def validation_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log what a training step logs, as means over all validation batches; of named loaders also for each."""
+        """Log the metrics of a batch as means over all validation batches; of named loaders also for each."""
         self._begin_evaluation("val", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
         self._evaluate(batch, prefix="val")
 
     def test_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log what a training step logs, as means over all test batches; of named loaders also for each."""
+        """Log the metrics of a batch as means over all test batches; of named loaders also for each."""
         self._begin_evaluation("test", batch_idx=batch_idx, dataloader_idx=dataloader_idx)
         self._evaluate(batch, prefix="test")
 
     def _evaluate(self, batch: PackedBatch, *, prefix: str) -> None:
-        """Add a batch to the metrics of validation or test, which are those of a training step."""
+        """Add a batch to the metrics of a validation or test; by default those of a training step."""
         self._step(batch, prefix=prefix)
 
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
