@@ -94,6 +94,7 @@ ROWS: Mapping[str, HeadlineRow] = {
     ),
     "qwen3-8b-full": HeadlineRow("qwen3-8b-full", _FULL),
     "qwen3-30b-a3b": HeadlineRow("qwen3-30b-a3b-12l-lora", _MIXTURE),
+    "qwen3-30b-a3b-48-layers": HeadlineRow("qwen3-30b-a3b-lora", _MIXTURE),
     "gpt-oss-20b": HeadlineRow("gpt-oss-20b-12l-lora", _GPT_OSS),
     "qwen3.5-9b": HeadlineRow(
         "qwen3.5-9b-usual-lora",

@@ -255,6 +255,7 @@ SHIPPED_CONFIGS: Mapping[str, str] = {
     "llama-3.1-8b-lora-32k": "long_context_llama_3.1_8b",
     "llama-3.1-8b-lora-32k-one-document": "long_context_llama_3.1_8b",
     "qwen3-30b-a3b-12l-lora": "moe_qwen3_30b_a3b",
+    "qwen3-30b-a3b-lora": "moe_qwen3_30b_a3b",
     "gpt-oss-20b-12l-lora": "moe_gpt_oss_20b",
     "tiny": "lora_qwen3_0.6b",
     "tiny-qlora": "qlora_qwen3_8b",
