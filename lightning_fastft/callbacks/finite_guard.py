@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fastft.callbacks.optimizer_judge import stored_values
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.checks import check_choice, check_int
 from lightning_fastft.core.errors import NotTrainingError
@@ -341,10 +342,8 @@ def _squares_in_fp16(grads: Sequence[torch.Tensor], *, device: torch.device) -> 
 
 
 def _held_values(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's gradient values as plain, non-empty tensors: local shards, and values of sparse gradients."""
-    held = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
-    held = [grad._values() if grad.is_sparse else grad for grad in held]
-    return [grad for grad in held if grad.numel()]
+    """Return the values of gradients that this rank stores, without empty ones."""
+    return [values for values in map(stored_values, grads) if values.numel()]
 
 
 def _describe(micros: list[_Micro], trainer: Trainer) -> str:

@@ -18,7 +18,7 @@ from lightning_fastft.kernels.compilation import Compilation
 from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from torch import nn
 
     from lightning_fastft.core.patcher import ModelPatcher

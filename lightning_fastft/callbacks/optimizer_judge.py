@@ -46,8 +46,8 @@ class OptimizerJudge:
         num_steps: int,
         is_allowed: Callable[[str], bool],
         is_automatic: bool,
-        is_tower: bool = False,
-        is_sharded: bool = False,
+        is_tower: bool,
+        is_sharded: bool,
     ) -> None:
         name_of = {id(parameter): name for name, parameter in named}
         # Tied tensors appear once in the module and once in the optimizer.
@@ -278,7 +278,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _largest_values(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
     """Return the largest absolute value per gradient, 0 without a gradient; squares would round tiny values to 0."""
-    values = [None if gradient is None else _values(gradient) for gradient in gradients]
+    values = [None if gradient is None else stored_values(gradient) for gradient in gradients]
     # A shard may be empty.
     present = [each for each in values if each is not None and each.numel()]
     is_double = any(gradient.dtype is torch.float64 for gradient in present)
@@ -298,7 +298,7 @@ def _has_values(held: object) -> bool:
     return isinstance(held, torch.Tensor) and held.is_floating_point() and held.numel() > 0
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
+def stored_values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the stored values of a gradient, dense or sparse; of a sharded one, those of this rank."""
     return gradient._values() if gradient.is_sparse else local_values(gradient)
 

@@ -18,7 +18,7 @@ from lightning_fastft.strategies.packed_steps import (
     collect_statuses,
     environment_of,
 )
-from lightning_fastft.strategies.patching import patcher_of
+from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ class PackedTraining(GivenOnce, Callback):
 
     def _precede_searches(self, trainer: Trainer) -> None:
         """Move before Lightning's searches, which train in the first hook after the model is built."""
-        callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+        callbacks = callbacks_of(trainer)
         searches = [
             index
             for index, callback in enumerate(callbacks)

@@ -163,7 +163,7 @@ def read_record(folder: Path, *, origin: str = "") -> dict[str, Digest]:
         DamagedCheckpointError: There is no commit record, or it is damaged.
     """
     with _told_damage(folder, origin):
-        return _read_record(folder)
+        return _read_record(folder)[0]
 
 
 def check_folder(folder: Path, *, share: tuple[int, int] = (0, 1), origin: str = "") -> None:
@@ -238,7 +238,7 @@ def is_own(path: Path) -> bool:
         return True
     try:
         if path.is_dir():
-            return {place.name for place in path.iterdir()} == {RECORD, *_read_record(path)}
+            return {place.name for place in path.iterdir()} == {RECORD, *_read_record(path)[0]}
         with path.open("rb") as file:
             return read_comment(file) is not None
     except (_DamageError, OSError):
@@ -313,7 +313,8 @@ def _is_checkpoint_folder(folder: Path) -> bool:
     return not names or RECORD in names or {".metadata", "meta.pt"} <= names
 
 
-def _read_record(folder: Path) -> dict[str, Digest]:
+def _read_record(folder: Path) -> tuple[dict[str, Digest], str, str]:
+    """Return the digests of a folder by file name, the digest of their list, and its signature."""
     try:
         record = json.loads((folder / RECORD).read_bytes())
         listed = record["files"]
@@ -330,22 +331,17 @@ def _read_record(folder: Path) -> dict[str, Digest]:
     has_unknown_keys = not set(record) <= {"files", "sha256", "hmac_sha256"}
     if not is_whole or has_unknown_keys or any(name != Path(name).name for name in digests):
         raise _DamageError(f"its {RECORD} was changed after it was written")
-    return digests
+    return digests, str(record["sha256"]), str(record.get("hmac_sha256", ""))
 
 
 def _judge_folder(folder: Path, share: tuple[int, int]) -> None:
-    digests = _read_record(folder)
-    _judge_signature(*_read_signature(folder))
+    digests, sha256, signature = _read_record(folder)
+    _judge_signature(sha256, signature)
     for name in sorted(digests)[share[0] :: share[1]]:
         expected = digests[name]
         found = hash_file(folder / name) if (folder / name).is_file() else None
         if found != expected:
             raise _DamageError(f"{name}: expected {_describe(expected)}, found {_describe(found)}")
-
-
-def _read_signature(folder: Path) -> tuple[str, str]:
-    record = json.loads((folder / RECORD).read_bytes())
-    return str(record["sha256"]), str(record.get("hmac_sha256", ""))
 
 
 def _describe(digest: Digest | None) -> str:

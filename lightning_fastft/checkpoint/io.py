@@ -161,10 +161,17 @@ class VerifiedCheckpointIO(CheckpointIO):
             remote.remove(url)
 
     def _warn_of_objects(self, place: Path, name: str) -> None:
-        """Check the first save for content that cannot be loaded again."""
-        if not self._has_looked:
-            self._has_looked = True
-            warn_of_objects(place, name=name)
+        """Warn at the first save if it has objects that cannot be loaded."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        kinds = torch.serialization.get_unsafe_globals_in_checkpoint(str(place))
+        if kinds:
+            rank_zero_warn(
+                f"{name} holds objects of {', '.join(sorted(kinds))}. Checkpoints are read as tensors and plain types "
+                "only, so it cannot be resumed. Remove such objects from hyperparameters and state, or add their "
+                "classes with torch.serialization.add_safe_globals."
+            )
 
     def _why_kept(self, place: Path) -> str:
         """Return the reason to keep a path; "" if it may be removed."""
@@ -204,14 +211,3 @@ def warn_without_digest(place: Path, *, name: str = "") -> None:
             rank_zero_warn(
                 f"{name or place} has no digest (it was not written by this package), so damage cannot be detected."
             )
-
-
-def warn_of_objects(place: Path, *, name: str) -> None:
-    """Warn at the time of the save that a checkpoint has objects that cannot be loaded."""
-    kinds = torch.serialization.get_unsafe_globals_in_checkpoint(str(place))
-    if kinds:
-        rank_zero_warn(
-            f"{name} holds objects of {', '.join(sorted(kinds))}. Checkpoints are read as tensors and plain types "
-            "only, so it cannot be resumed. Remove such objects from hyperparameters and state, or add their classes "
-            "with torch.serialization.add_safe_globals."
-        )

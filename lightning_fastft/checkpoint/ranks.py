@@ -96,8 +96,6 @@ class RankVote:
 
     def everywhere(self, is_so: bool) -> bool:
         """Return whether a condition holds on every rank. All ranks must call this; the host waits for all of them."""
-        if self._group is None:
-            return is_so
         return bool(self.fewest(int(is_so)))
 
     def fewest(self, number: int) -> int:

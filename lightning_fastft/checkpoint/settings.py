@@ -137,9 +137,7 @@ def check_optimizer(
     _warn_of_options(optimizer, lines)
 
 
-def check_scheduler(
-    scheduler: Any, saved: Mapping[str, Any], *, settings: Mapping[str, tuple[Any, Any]] | None = None
-) -> None:
+def check_scheduler(scheduler: Any, saved: Mapping[str, Any], *, settings: Mapping[str, tuple[Any, Any]]) -> None:
     """Check that a saved state is not that of another kind of learning-rate scheduler, by its names; warn of options
     and initial learning rates with another value, which torch replaces by those of the state.
 
@@ -159,7 +157,7 @@ def check_scheduler(
             "without ckpt_path."
         )
     lines = _describe_scheduler_options(scheduler, saved)
-    if not _has_other_rates(settings or {}):
+    if not _has_other_rates(settings):
         lines += _describe_initial_rates(scheduler, saved)
     _warn_of_options(scheduler, lines)
     # Of SequentialLR and ChainedScheduler.

@@ -119,4 +119,4 @@ def _read_factors(adapters: LowPrecisionAdapters | None, layer: LoraLayer, name:
     if adapters is not None:
         return adapters.read_factors(layer, name)
     a, b = (side[name].weight.detach() for side in (layer.lora_A, layer.lora_B))
-    return fresh_factors(layer, name, a, b, float(layer.scaling[name]))
+    return fresh_factors(layer, name, a, b)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart
+from lightning_fastft.fused.linear_parts import TENSORS_PER_LAYER, LinearPart, join_biases
 from lightning_fastft.kernels.backends import wide_dtype
 from lightning_fastft.kernels.column_scale.op import (
     magnitude_gradient,
@@ -32,7 +32,7 @@ def scale_output(
     Cost:
         That of scale_columns.
     """
-    factors_2O, bias_O = _factors(parts, x_TO), _bias(parts, x_TO)
+    factors_2O, bias_O = _factors(parts, x_TO), join_biases(parts, x_TO)
     offset_O = None if bias_O is None else offset_of(bias_O, factors_2O[0])
     return scale_columns(
         x_TO, factors_2O[0], offset_N=offset_O, addend_TN=addend_TO, alpha=alpha, out=out, is_checked=False
@@ -62,7 +62,7 @@ def unscaled_gradient(
         That of scale_columns_backward.
     """
     needs_magnitude = needs[TENSORS_PER_LAYER - 1 :: TENSORS_PER_LAYER]
-    factors_2O, bias_O = _factors(parts, d_TO), _bias(parts, d_TO)
+    factors_2O, bias_O = _factors(parts, d_TO), join_biases(parts, d_TO)
     d_x_TN, products_N, totals_N = scale_columns_backward(
         d_TO,
         saved_TO if any(needs_magnitude) else None,
@@ -89,11 +89,3 @@ def _factors(parts: Sequence[LinearPart], like_TO: torch.Tensor) -> torch.Tensor
         for part in parts
     ]
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
-
-
-def _bias(parts: Sequence[LinearPart], like_TO: torch.Tensor) -> torch.Tensor | None:
-    """Return the biases of all layers side by side, 0 for layers without one; None if no layer has one."""
-    if all(part.bias is None for part in parts):
-        return None
-    found = [like_TO.new_zeros(part.num_outputs) if part.bias is None else part.bias for part in parts]
-    return torch.cat([bias.to(like_TO.dtype) for bias in found])

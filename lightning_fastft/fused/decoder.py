@@ -126,11 +126,7 @@ class FusedNorm:
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normed rows; shape as in the norm's own class."""
         norm: Any = self
-        if (
-            hidden_states.dtype not in _DTYPES
-            or is_autocast_on(hidden_states.device.type)
-            or torch.compiler.is_compiling()
-        ):
+        if not _computes_as_is(hidden_states):
             return super().forward(hidden_states)  # type: ignore[misc]
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         return norm_rows(x_TD, read_norm(norm, vars(norm)[FUSION_ATTRIBUTE].form))[0].view(hidden_states.shape)
@@ -161,13 +157,16 @@ def _new_instance(make_class: Callable[[type[Any]], type[nn.Module]], old: type[
     return new_class.__new__(new_class)
 
 
+def _computes_as_is(x: torch.Tensor) -> bool:
+    """Return whether a call computes in the dtype of its rows, and outside of torch.compile."""
+    return x.dtype in _DTYPES and not is_autocast_on(x.device.type) and not torch.compiler.is_compiling()
+
+
 def _read_call(layer: Any, x: torch.Tensor, angles: object, options: dict[str, Any]) -> Parts | None:
     """Return the products of a layer for one call, or None if the layer's own forward must run."""
     if FUSION_ATTRIBUTE not in vars(layer):
         return None
-    if has_cache(options) or x.dtype not in _DTYPES or torch.compiler.is_compiling():
-        return None
-    if is_autocast_on(x.device.type):
+    if has_cache(options) or not _computes_as_is(x):
         return None
     form = form_of(layer)
     if find_delta_rule(layer, form) is not None:

@@ -173,11 +173,8 @@ class FusedWeightBuffers:
 def fused_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers of a model if all of them are fused, attention included, else none."""
     layers = decoder_layers(model)
-    return layers if all(_is_fused_whole(layer) for layer in layers) else []
-
-
-def _is_fused_whole(layer: nn.Module) -> bool:
-    return _is_fused(layer) and not has_own_mixer(layer, form_of(layer))
+    is_whole = all(_is_fused(layer) and not has_own_mixer(layer, form_of(layer)) for layer in layers)
+    return layers if is_whole else []
 
 
 def _is_fused(layer: nn.Module) -> bool:

@@ -5,6 +5,7 @@ Axes: T rows, I input columns, O output columns, R adapter ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -66,6 +67,16 @@ class LinearPart(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors for autograd; a packed weight is never trained."""
         return (None if self.is_packed else self.weight, self.bias, self.a_RI, self.b_OR, self.magnitude_O)
+
+
+def join_biases(parts: Sequence[LinearPart], rows: torch.Tensor) -> torch.Tensor | None:
+    """Return the biases of all layers side by side, in the dtype of the rows as in bitsandbytes; 0 for layers without
+    one, and None if no layer has one.
+    """
+    if all(part.bias is None for part in parts):
+        return None
+    biases = [rows.new_zeros(part.num_outputs) if part.bias is None else part.bias.to(rows.dtype) for part in parts]
+    return biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
 def read_part(

@@ -16,7 +16,7 @@ from lightning_fastft.core.checks import is_same_memory
 from lightning_fastft.fused.column_scales import scale_output
 from lightning_fastft.fused.dense_weights import DenseWeights, can_augment
 from lightning_fastft.fused.joined_copies import joined
-from lightning_fastft.fused.linear_parts import LinearPart
+from lightning_fastft.fused.linear_parts import LinearPart, join_biases
 from lightning_fastft.kernels.expert_gate.op import gate_forward_quantised
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.fp8_linear.reference import Fp8Rows
@@ -315,11 +315,8 @@ def _augmented_product(fused_linear: FusedLinear, x_TI: torch.Tensor) -> tuple[t
 
 def _biased_product(x_TI: torch.Tensor, weight_OI: torch.Tensor, parts: Sequence[LinearPart]) -> torch.Tensor:
     """Return ``x @ W^T + bias`` of all layers in one GEMM, which adds the bias to its fp32 sums on CUDA."""
-    if all(part.bias is None for part in parts):
-        return x_TI @ weight_OI.t()
-    # As in bitsandbytes, a bias takes the dtype of the rows.
-    biases = [x_TI.new_zeros(part.num_outputs) if part.bias is None else part.bias.to(x_TI.dtype) for part in parts]
-    return torch.addmm(biases[0] if len(biases) == 1 else torch.cat(biases), x_TI, weight_OI.t())
+    bias_O = join_biases(parts, x_TI)
+    return x_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, x_TI, weight_OI.t())
 
 
 def _add_bias(y_TO: torch.Tensor, fused_linear: FusedLinear, *, factor: float) -> None:

@@ -160,7 +160,7 @@ class LowPrecisionAdapters:
         """Return the row factors of a DoRA adapter, computed again if a version counter changed."""
         if self.is_sharded:
             a, b = (self.read(side[name]) for side in (layer.lora_A, layer.lora_B))
-            return fresh_factors(layer, name, a, b, float(layer.scaling[name]))
+            return fresh_factors(layer, name, a, b)
         owner = vars(layer.lora_magnitude_vector[name])
         factors: RowFactors | None = owner.get(FACTORS_ATTRIBUTE)
         if factors is None or not factors.belongs_to(layer, name):

@@ -130,15 +130,13 @@ def forget_merged(layer: LoraLayer) -> None:
             factors.make_stale()
 
 
-def fresh_factors(
-    layer: LoraLayer, name: str, copy_a_RI: torch.Tensor, copy_b_OR: torch.Tensor, scale: float
-) -> torch.Tensor:
+def fresh_factors(layer: LoraLayer, name: str, copy_a_RI: torch.Tensor, copy_b_OR: torch.Tensor) -> torch.Tensor:
     """Return the factors in new memory, for parameters that are gathered for each pass.
 
     Cost:
         As ``RowFactors.update``.
     """
-    magnitude_O = _masters(layer, name)[2].detach()
+    magnitude_O, scale = _masters(layer, name)[2].detach(), float(layer.scaling[name])
     out = magnitude_O.new_empty(2, len(magnitude_O), dtype=wide_dtype(copy_a_RI.dtype))
     return _write(layer.get_base_layer().weight, copy_a_RI, copy_b_OR, magnitude_O, scale=scale, out=out)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -111,7 +110,7 @@ def _digest_file(path: Path) -> str:
         digest.update(file.read(header_bytes))
         last = max(header_bytes, num_bytes - BLOCK_BYTES)
         for number in range(NUM_BLOCKS):
-            file.seek(header_bytes + (last - header_bytes) * number // (NUM_BLOCKS - 1), os.SEEK_SET)
+            file.seek(header_bytes + (last - header_bytes) * number // (NUM_BLOCKS - 1))
             digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
 

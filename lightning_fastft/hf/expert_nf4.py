@@ -77,22 +77,6 @@ def describe_experts(model: nn.Module) -> Status:
     return Status(STATUS_NAME, "active", f"{len(held)} stacks, double quantisation, {sizes}")
 
 
-def quantise_block(block: nn.Module) -> int:
-    """Quantise the stacks of experts of one loaded block to NF4 and return their number.
-
-    ``quantise_experts`` later makes them share one buffer.
-
-    Raises:
-        UnsupportedModelError: As quantise_experts.
-    """
-    stacks = [
-        (module, name) for module, name in check_experts(block) if not isinstance(module._parameters[name], ExpertsNF4)
-    ]
-    for module, name in stacks:
-        _quantise_parameter(module, name, DenseBuffer())
-    return len(stacks)
-
-
 def check_experts(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return every stack of expert weights inside model, as modules and names; also on the meta device.
 

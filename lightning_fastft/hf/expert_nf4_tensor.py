@@ -83,7 +83,7 @@ def check_weight(title: str, weight: torch.Tensor) -> None:
 class _Lazy(torch.Tensor):
     """A stack with shape, dtype and device of a dense tensor, without its memory; unknown operators dequantise it."""
 
-    def dense(self, *, expert: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def dense(self, *, expert: int | None = None) -> torch.Tensor:
         """Return the stack or one of its experts as a plain tensor."""
         raise NotImplementedError
 
@@ -212,7 +212,7 @@ class _AdaptedExperts(_Lazy):
         self.parts = (weight, lhs, rhs, alpha)
         return self
 
-    def dense(self, *, expert: int | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def dense(self, *, expert: int | None = None) -> torch.Tensor:
         weight, lhs, rhs, alpha = self.parts
         if expert is None:
             return torch.baddbmm(weight.dense(), lhs, rhs, alpha=alpha)

@@ -379,10 +379,8 @@ def _compare_tensors(expected: Mapping[str, torch.Tensor], found: Mapping[str, t
 
 def _compare_logits(expected: torch.Tensor, found: torch.Tensor, *, out: Path) -> float:
     """Return the largest difference of a logit; raise if the order of sums does not explain it."""
-    difference, allowed = (
-        float((expected - found).abs().max()),
-        RELOAD_ULPS * torch.finfo(torch.float32).eps * float(expected.abs().max()),
-    )
+    difference = float((expected - found).abs().max())
+    allowed = RELOAD_ULPS * torch.finfo(torch.float32).eps * float(expected.abs().max())
     # NaN must raise too, hence "not <=".
     if not difference <= allowed:
         raise CheckpointNotSavedError(

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from types import MappingProxyType
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -197,11 +198,6 @@ def _head_parameters(model: PreTrainedModel) -> Iterator[nn.Parameter]:
             yield from module.parameters()
 
 
-def num_decoder_layers(model: PreTrainedModel) -> int:
-    """Return the number of decoder layers of the text part."""
-    return len(decoder_layers(model))
-
-
 def is_on_interface(module: nn.Module) -> bool:
     """Return whether a module holds experts that transformers dispatches through its ExpertsInterface.
 
@@ -343,8 +339,7 @@ def _find_own_loss(model: PreTrainedModel) -> str:
     names = _names_in(type(model).forward)
     if names & {"CrossEntropyLoss", "cross_entropy"} and "loss_function" not in names:
         return (
-            "its forward computes a loss of its own instead of calling loss_function, so labels would be shifted "
-            "or "
+            "its forward computes a loss of its own instead of calling loss_function, so labels would be shifted or "
             "weighted otherwise"
         )
     return ""
@@ -378,6 +373,25 @@ def _parse(function: object) -> ast.AST | None:
         return None
 
 
+def depends_on_length(rope_type: object) -> TypeGuard[str]:
+    """Return whether the rotary angles of a type depend on the length of a row.
+
+    Example:
+        >>> [depends_on_length(kind) for kind in ("default", "longrope", "dynamic", None)]
+        [False, True, True, False]
+    """
+    return isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope")
+
+
+def length_scalings(config: object) -> Iterator[tuple[str, Any]]:
+    """Yield the rotary types of a configuration that depend on length, and their parameters."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for scaling in (parameters, *parameters.values()):
+        rope_type = scaling.get("rope_type") if isinstance(scaling, dict) else None
+        if depends_on_length(rope_type):
+            yield rope_type, scaling
+
+
 def find_sharing_obstacle(config: PretrainedConfig) -> str:
     """Return why completions cannot share a prompt in a pack of this model; "" if they can.
 
@@ -389,9 +403,5 @@ def find_sharing_obstacle(config: PretrainedConfig) -> str:
     text = config.get_text_config(decoder=True)
     if text.model_type in MIXERS:
         return f"{text.model_type} has recurrent mixers, whose state belongs to one document"
-    parameters = getattr(text, "rope_parameters", None) or {}
-    for scaling in (parameters, *parameters.values()):
-        rope_type = str(scaling.get("rope_type")) if isinstance(scaling, dict) else ""
-        if "dynamic" in rope_type or rope_type == "longrope":
-            return f"{text.model_type} scales positions by the length of a document ({rope_type})"
-    return ""
+    rope_type, _ = next(length_scalings(text), ("", None))
+    return f"{text.model_type} scales positions by the length of a document ({rope_type})" if rope_type else ""

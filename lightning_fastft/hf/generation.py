@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.hf.dtypes import seeded
 from lightning_fastft.packing.tokens.token_ids import find_prefix
 
 if TYPE_CHECKING:
@@ -146,8 +147,7 @@ def sample_completions(
     pad, ends = _special_ids(model, tokenizer)
     ends = [*ends, *more_ends]
     device = model.get_input_embeddings().weight.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _neutral_generation(model):
-        torch.manual_seed(seed)
+    with seeded(seed, device=device), _neutral_generation(model):
         written = _generate(
             model, prompts, pad=pad, max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature, top_k=0,
             top_p=1.0, num_return_sequences=num_completions, eos_token_id=ends or None, pad_token_id=pad, **options,

@@ -12,13 +12,14 @@ from lightning_fastft.core.errors import DataError, OptionError, describe_mismat
 from lightning_fastft.hf.added_tokens import embedding_names, find_resized
 from lightning_fastft.hf.lora import parse_lora, without_pattern_warning
 from lightning_fastft.hf.lora_init import ADAPTER, changes_base
+from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
     from lightning_fastft.hf.loading.source import ModelSource
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+CONFIG = "adapter_config.json"
 
 
 def read_adapter_config(folder: str) -> LoraConfig:
@@ -29,7 +30,7 @@ def read_adapter_config(folder: str) -> LoraConfig:
     """
     from peft import LoraConfig, PeftConfig
 
-    missing = [name for name in (CONFIG, WEIGHTS) if not (Path(folder) / name).is_file()]
+    missing = [name for name in (CONFIG, ADAPTER_WEIGHTS) if not (Path(folder) / name).is_file()]
     if missing:
         raise OptionError(
             f"{folder} has no {' and no '.join(missing)}. Give a local folder of PEFT adapters in safetensors."
@@ -123,7 +124,7 @@ def _check_names(model: PeftModel, folder: str, *, adapter: str, dropped: Sequen
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
 
-    with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
+    with safe_open(str(Path(folder) / ADAPTER_WEIGHTS), framework="pt") as file:
         held = set(file.keys())
     held -= {name for name in held if _is_inside(name, dropped)}
     own = set(get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False))
@@ -147,7 +148,7 @@ def _is_of_base(model: PeftModel, folder: str, *, name: str) -> bool:
     from safetensors import safe_open
 
     present = dict(model.named_parameters(remove_duplicate=False))[name].detach().cpu()
-    with safe_open(str(Path(folder) / WEIGHTS), framework="pt") as file:
+    with safe_open(str(Path(folder) / ADAPTER_WEIGHTS), framework="pt") as file:
         found = file.get_tensor(name)
     if found.shape != present.shape:
         return False

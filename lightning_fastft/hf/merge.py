@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fastft.core.errors import UnsupportedModelError, list_names
-from lightning_fastft.hf.families import num_decoder_layers
+from lightning_fastft.hf.families import decoder_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -51,7 +51,7 @@ def merge(model: PeftModel, ids: torch.Tensor, *, adapted: torch.Tensor) -> tupl
     # Rounding errors of layers are independent. Models amplify them differently: tiny models with far from uniform
     # logits reach 4 of these units, 6 if another expert is chosen (tests/cli/test_export.py). A merge that is lost or
     # doubled changes logits by the whole effect.
-    unit = torch.finfo(merged.dtype).eps * math.sqrt(num_decoder_layers(merged) + 1)
+    unit = torch.finfo(merged.dtype).eps * math.sqrt(len(decoder_layers(merged)) + 1)
     if merged.dtype is torch.float32:
         # Sums are in fp32 too, and their error grows with the width: 11 units at a width of 1,024.
         unit *= max(1.0, math.sqrt(merged.get_input_embeddings().weight.shape[-1] / _NARROW))

@@ -19,7 +19,6 @@ from lightning_fastft.hf.families import find_decoder
 from lightning_fastft.kernels.cross_entropy.op import labelled_cross_entropy, token_statistics
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import IGNORED_LABEL, is_untouched_view
-from lightning_fastft.packing.parts import PackPart
 from lightning_fastft.patches.lazy_logits import LazyLogits
 from lightning_fastft.patches.part_exchange import sum_over_parts
 
@@ -73,18 +72,12 @@ class HeadLink:
         # The context of this call, also where the head gives tensor logits.
         self._context: BatchContext | None = None
         self._has_told_of_labels = False
-        # The objective of the next loss, whether or not the head was lazy.
-        self._objective: Callable[[LazyLogits], torch.Tensor] | None = None
-        # The part of a pack of this call, None for a whole pack.
-        self._part: PackPart | None = None
 
     def arm(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Arm the head for this call if there is a context, else disarm it, in a forward pre-hook of the decoder."""
         context = kwargs.get("context")
         self._armed = None
         self._context = context if isinstance(context, BatchContext) else None
-        self._part = context.part if isinstance(context, BatchContext) else None
-        self._objective = context.objective if isinstance(context, BatchContext) else None
         if isinstance(context, BatchContext) and not (context.output_logits or kwargs.get("output_logits", False)):
             self._armed = context
 
@@ -111,9 +104,8 @@ class HeadLink:
             ContextError: The context has an objective, and the logits are a tensor; or the batch is a part of a pack,
                 and the loss is not that of its own labels.
         """
-        objective, self._objective = self._objective, None
-        part, self._part = self._part, None
         context, self._context = self._context, None
+        objective, part = (None, None) if context is None else (context.objective, context.part)
         is_own = isinstance(logits, LazyLogits) and is_untouched_view(labels, of=logits.context.label_T)
         if part is not None and (objective is not None or shift_labels is not None or not is_own):
             raise ContextError(

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lightning_fastft.core.errors import BackendError, UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status
-from lightning_fastft.hf.families import decoder_layers, find_decoder
+from lightning_fastft.hf.families import decoder_layers, depends_on_length, find_decoder, length_scalings
 from lightning_fastft.packing.context import BatchContext
 
 STATUS_NAME = "rotary scaling"
@@ -67,15 +67,10 @@ class DocumentRotary:
         """
         rope_type = self._rotary.rope_type if layer_type is None else self._rotary.rope_type[layer_type]
         context = self._context
-        is_dynamic = "dynamic" in rope_type
-        if (
-            context is None
-            or position_ids.shape[-1] != context.num_tokens
-            or not (is_dynamic or rope_type == "longrope")
-        ):
+        if context is None or position_ids.shape[-1] != context.num_tokens or not depends_on_length(rope_type):
             return type(self._rotary).forward(self._rotary, x, position_ids, **_layer_keyword(layer_type))
         with torch.no_grad():
-            blend = self._dynamic_angles if is_dynamic else self._longrope_angles
+            blend = self._dynamic_angles if "dynamic" in rope_type else self._longrope_angles
             if context.part is None:
                 return blend(x, position_ids, context, layer_type)
             # The formula may depend on positions in other parts of the pack.
@@ -94,9 +89,7 @@ class DocumentRotary:
         # The model's formula may use the largest position itself (phimoe scales by it). The clamp changes no position
         # of a short document.
         positions = position_ids if num_long == context.num_documents else position_ids.clamp(max=limit - 1)
-        short = functools.partial(
-            self._angles, x, positions, layer_type, self._attribute("original_inv_freq", layer_type)
-        )
+        short = functools.partial(self._angles, x, positions, layer_type, self._original_inv_freq(layer_type))
         long = functools.partial(
             self._angles, x, position_ids, layer_type, self._long_inv_freq(x.device, limit, layer_type)
         )
@@ -121,7 +114,7 @@ class DocumentRotary:
     ) -> Any:
         limit = int(self._rotary.original_max_seq_len)
         self._check_prefixes(context, limit=limit)
-        whole = self._angles(x, position_ids, layer_type, self._attribute("original_inv_freq", layer_type))
+        whole = self._angles(x, position_ids, layer_type, self._original_inv_freq(layer_type))
         ends = itertools.accumulate(context.lengths)
         documents = zip(context.lengths, context.position_lengths, ends)
         spans = [(end - length, end, longest) for length, longest, end in documents if longest > limit]
@@ -149,8 +142,8 @@ class DocumentRotary:
         if not all(found if isinstance(found, tuple) else (found,)):
             raise BackendError(
                 f"{type(self._rotary).__name__} scales positions by length, and its angles have no token axis before "
-                "the last axis, so packed documents would not get their own angles. "
-                f"Train this model with one document per row."
+                "the last axis, so packed documents would not get their own angles. Train this model with one document "
+                "per row."
             )
         return angles
 
@@ -178,8 +171,8 @@ class DocumentRotary:
             self._dynamic_frequencies[key] = inv_freq
         return self._dynamic_frequencies[key]
 
-    def _attribute(self, name: str, layer_type: str | None) -> torch.Tensor:
-        value: torch.Tensor = getattr(self._rotary, _prefixed(name, layer_type))
+    def _original_inv_freq(self, layer_type: str | None) -> torch.Tensor:
+        value: torch.Tensor = getattr(self._rotary, _prefixed("original_inv_freq", layer_type))
         # In some versions this is a plain attribute, which does not move with the model.
         own: torch.Tensor = getattr(self._rotary, _prefixed("inv_freq", layer_type))
         return value.to(own.device, non_blocking=True)
@@ -244,11 +237,7 @@ def check_row_angles(module: nn.Module, context: BatchContext) -> None:
         UnsupportedModelError: A document exceeds the length from which the angles change.
     """
     config = getattr(module, "config", None)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for scaling in (parameters, *parameters.values()):
-        rope_type = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        if not isinstance(rope_type, str) or not ("dynamic" in rope_type or rope_type == "longrope"):
-            continue
+    for rope_type, scaling in length_scalings(config):
         limit = scaling.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
         if context.max_length > limit:
             raise UnsupportedModelError(
@@ -280,7 +269,7 @@ def _switching_types(module: nn.Module) -> set[str]:
     """Return the rotary types of a module that depend on length; an empty set for other modules."""
     rope_type = getattr(module, "rope_type", None)
     types = set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}
-    found = {kind for kind in types if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")}
+    found = set(filter(depends_on_length, types))
     # Without transformers' decorator the frequencies never change.
     forward = type(module).forward
     return found if found and inspect.unwrap(forward) is not forward else set()

@@ -21,6 +21,7 @@ from lightning_fastft.strategies.launchers import refuse_other_size
 from lightning_fastft.strategies.mesh import check_mesh
 from lightning_fastft.strategies.mixin import FastFTStrategyMixin
 from lightning_fastft.strategies.packed_steps import find_packed_batches
+from lightning_fastft.strategies.patching import callbacks_of
 from lightning_fastft.strategies.rendezvous import explain_rendezvous
 
 if TYPE_CHECKING:
@@ -178,11 +179,18 @@ def check_run(trainer: Trainer, *, size: int) -> None:
     """
     if trainer.state.fn == TrainerFn.PREDICTING:
         raise OptionError(f"trainer.predict reads whole packs. Set context_parallel=1 instead of {size} for it.")
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    if any(getattr(callback, "cuda_graphs", False) for callback in callbacks):
+    refuse_cuda_graphs(trainer, f"context_parallel={size} exchanges heads")
+
+
+def refuse_cuda_graphs(trainer: Trainer, exchange: str) -> None:
+    """Refuse layers that run from CUDA graphs.
+
+    Raises:
+        OptionError: The message begins with the exchange between ranks that is not recorded.
+    """
+    if any(getattr(callback, "cuda_graphs", False) for callback in callbacks_of(trainer)):
         raise OptionError(
-            f"context_parallel={size} exchanges heads inside of each layer, which CUDA graphs do not record. Set "
-            "FusedKernels(cuda_graphs=False)."
+            f"{exchange} inside of each layer, which CUDA graphs do not record. Set FusedKernels(cuda_graphs=False)."
         )
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning_fastft.checkpoint.ranks import RankVote
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import OptionError
-from lightning_fastft.strategies.context_parallel import MOST_DEVICES, ContextParallelMixin
+from lightning_fastft.strategies.context_parallel import MOST_DEVICES, ContextParallelMixin, refuse_cuda_graphs
 from lightning_fastft.strategies.packed_steps import find_packed_batches
-from lightning_fastft.strategies.patching import patcher_of
+from lightning_fastft.strategies.patching import callbacks_of, patcher_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -133,14 +133,9 @@ def check_callbacks(trainer: Trainer, *, size: int) -> None:
     Raises:
         OptionError: The message has the line to change.
     """
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    if not any(getattr(callback, "status_name", "") == _ROUTER_STATUS for callback in callbacks):
+    if not any(getattr(callback, "status_name", "") == _ROUTER_STATUS for callback in callbacks_of(trainer)):
         raise OptionError(
             f"expert_parallel={size} needs BincountRouter, whose experts exchange tokens. Add it to the callbacks: "
             "Trainer(callbacks=[BincountRouter()])."
         )
-    if any(getattr(callback, "cuda_graphs", False) for callback in callbacks):
-        raise OptionError(
-            f"expert_parallel={size} exchanges tokens inside of each layer, which CUDA graphs do not record. Set "
-            "FusedKernels(cuda_graphs=False)."
-        )
+    refuse_cuda_graphs(trainer, f"expert_parallel={size} exchanges tokens")

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_fastft.checkpoint.lightning_internals import batch_progress, checks_at_epoch_end, wrap_monitored
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import FastFTError, OptionError
+from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -58,7 +59,7 @@ def check_monitors(trainer: Trainer) -> None:
     """
     known: frozenset[str] | None = getattr(trainer.lightning_module, "logged_names", None)
     # Callbacks of the user may log any name.
-    callbacks = getattr(trainer, "callbacks", ())
+    callbacks = callbacks_of(trainer)
     has_others = any(type(found).__module__.partition(".")[0] not in _LIBRARIES for found in callbacks)
     for owner, monitor in _monitors(trainer):
         if known is not None and monitor not in known | _ALWAYS_THERE:
@@ -156,7 +157,7 @@ def _validates(trainer: Trainer) -> bool:
 
 
 def _monitors(trainer: Trainer) -> Iterator[tuple[object, str]]:
-    for callback in getattr(trainer, "callbacks", ()):
+    for callback in callbacks_of(trainer):
         # A test double may have no monitor.
         monitor = getattr(callback, "monitor", None)
         if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and monitor:

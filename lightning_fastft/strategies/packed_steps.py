@@ -28,7 +28,7 @@ from lightning_fastft.packing.loader import PackedLoader
 from lightning_fastft.strategies.patching import callbacks_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Trainer
     from torch.optim import Optimizer
 
     from lightning_fastft.core.patcher import ModelPatcher
@@ -53,7 +53,7 @@ class PackedSteps:
         OptionError: attention names no backend, or activations is not an OffloadCheckpointing.
     """
 
-    def __init__(self, *, attention: str = "auto", activations: OffloadCheckpointing | None = None) -> None:
+    def __init__(self, *, attention: str, activations: OffloadCheckpointing | None) -> None:
         if activations is not None and not isinstance(activations, OffloadCheckpointing):
             raise OptionError(
                 f"activations must be an OffloadCheckpointing, got {activations!r}; for example "
@@ -212,8 +212,7 @@ def collect_statuses(trainer: Trainer, own: list[Status]) -> list[Status]:
     from_module: Callable[[], list[Status]] | None = getattr(trainer.lightning_module, "statuses", None)
     if callable(from_module):
         found += from_module()
-    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
+    for callback in callbacks_of(trainer):
         from_callback = getattr(callback, "status", None)
         if callable(from_callback):
             status = from_callback()

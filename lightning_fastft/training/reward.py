@@ -288,9 +288,9 @@ def _read_head(folder: str, head: nn.Linear) -> None:
     """
     from safetensors.torch import load_file
 
-    from lightning_fastft.hf.lora_folders import WEIGHTS
+    from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS
 
-    state = load_file(Path(folder) / WEIGHTS)
+    state = load_file(Path(folder) / ADAPTER_WEIGHTS)
     held = {name.rpartition(".")[2]: value for name, value in state.items() if name.startswith(f"{_HEAD_KEY}.")}
     try:
         if held:
@@ -307,8 +307,9 @@ def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> N
     from safetensors.torch import load_file, save_file
 
     from lightning_fastft.hf.export import share_weights
+    from lightning_fastft.hf.read_back import ADAPTER_WEIGHTS
 
-    file = folder / "adapter_model.safetensors"
+    file = folder / ADAPTER_WEIGHTS
     held = {f"{_HEAD_KEY}.{name}": value.cpu().contiguous() for name, value in head.state_dict().items()}
     save_file({**load_file(file), **held}, file, metadata={"format": "pt"})
     share_weights(folder)

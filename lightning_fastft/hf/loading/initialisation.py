@@ -144,9 +144,9 @@ def _quantise(block: nn.Module) -> None:
     """Quantise the weights of the bitsandbytes layers and the experts of a finished block to NF4, as reading a file
     does.
     """
-    from lightning_fastft.hf.expert_nf4 import quantise_block
+    from lightning_fastft.hf.expert_nf4 import quantise_experts
 
-    quantise_block(block)
+    quantise_experts(block)
     for module in block.modules():
         for key, parameter in module._parameters.items():
             options = {} if parameter is None else vars(parameter).pop("fastft_options", {})

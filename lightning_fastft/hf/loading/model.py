@@ -23,7 +23,7 @@ from lightning_fastft.hf.loading.quantised_files import (
     without_quantization,
 )
 from lightning_fastft.hf.loading.safe_files import check_headers
-from lightning_fastft.hf.loading.source import ModelSource, auto_class, refuse_adapters, weight_files
+from lightning_fastft.hf.loading.source import ModelSource, auto_class, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,11 +113,10 @@ def build_model(
 
 
 def _refuse_adapters(source: ModelSource) -> None:
-    """Raise OptionError if the folder holds PEFT adapters."""
+    """Raise OptionError if the folder holds PEFT adapters beside the model; ``config`` refuses adapters alone."""
     from transformers.utils import find_adapter_config_file
 
     assert isinstance(source.model, str)
-    refuse_adapters(source.model)
     # transformers would attach the adapters, and read the base model from the place that their file names.
     if find_adapter_config_file(source.model, revision=source.revision or "main") is not None:
         raise OptionError(

@@ -113,7 +113,7 @@ def shard_model(
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be built in shards: nothing fills {list_names(left)}."
         )
-    return Status(STATUS_NAME, "active", sharder.describe(len(sharder.units)))
+    return Status(STATUS_NAME, "active", sharder.describe())
 
 
 def _is_undrawn(parameter: nn.Parameter) -> bool:
@@ -212,7 +212,7 @@ class _Sharder:
         if id(module) in self.units:
             self._cut(module)
 
-    def describe(self, num_units: int) -> str:
+    def describe(self) -> str:
         """Return one line about the shards and their dtypes."""
         held = (
             "weights in their own dtype"
@@ -228,7 +228,7 @@ class _Sharder:
         wide = f"; {num_wide} weights in a wider dtype of their own are one more unit" if num_wide else ""
         experts = f"; each device owns 1/{self.mesh.size(-1)} of all experts" if self.owns_experts else ""
         return (
-            f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {num_units} units; {held}{computed}{whole}{wide}"
+            f"FSDP2 over {copies}{self.mesh.size(-1)} devices, {len(self.units)} units; {held}{computed}{whole}{wide}"
             f"{experts}"
         )
 

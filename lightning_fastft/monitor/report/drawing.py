@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 # Units of a chart. It is stretched to the width of the page, which would distort text in it.
 WIDTH, HEIGHT = 600.0, 150.0
@@ -176,17 +176,15 @@ def _describe_nearest(points: Sequence[Sequence[float]], step: float, *, form: s
     return f"{f'step {first:,}' if first == last else f'steps {first:,} to {last:,}'}: {value:{form}}"
 
 
-def draw_columns(
-    moments: Sequence[tuple[str, float]], *, top: float, name: str, kind_of: Callable[[str], str]
-) -> Markup:
-    """Return a bar chart; each bar has a class and a tooltip."""
+def draw_columns(moments: Sequence[tuple[str, float]], *, top: float, name: str) -> Markup:
+    """Return a bar chart of the memory at the moments of a step; each bar has a tooltip."""
     width = WIDTH / len(moments)
     columns = Markup("")
     for number, (label, value) in enumerate(moments):
         height = HEIGHT * min(1.0, value / max(top, 1e-9))
         columns += Markup(
             '<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"><title>{}: {:.2f} GiB</title></rect>'
-        ).format(kind_of(label), number * width, HEIGHT - height, width * 0.92, height, label, value / _GIB)
+        ).format(_moment_kind(label), number * width, HEIGHT - height, width * 0.92, height, label, value / _GIB)
     return _svg(columns, name=name)
 
 
@@ -203,11 +201,11 @@ def draw_lane(shares: Sequence[float], *, kind: str, name: str) -> Markup:
     return _svg(strip, name=name, height=40)
 
 
-def moment_kind(label: str) -> str:
+def _moment_kind(label: str) -> str:
     """Return the CSS class of a moment of a step: forward, head, backward or other.
 
     Example:
-        >>> moment_kind("backward 3")
+        >>> _moment_kind("backward 3")
         'backward'
     """
     kind = label.split()[0] if label else ""
@@ -226,4 +224,4 @@ def _svg(content: Markup, *, name: str, height: float = HEIGHT) -> Markup:
     return Markup(
         '<svg role="img" aria-label="{}" viewBox="0 0 {:g} {:g}" preserveAspectRatio="none" '
         'style="height:{:g}px">{}</svg>'
-    ).format(escape(name), WIDTH, height, height, content)
+    ).format(name, WIDTH, height, height, content)

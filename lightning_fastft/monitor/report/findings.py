@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from lightning_fastft.monitor.host_waits import HostWaitDetector
     from lightning_fastft.planner.step import Plan, StepCost
+    from lightning_fastft.training.datamodule import PackedDataModule
 
 # Number of time slices per stream, and of listed kernels or operators.
 _NUM_SLICES = 200
@@ -110,10 +111,8 @@ def describe_waits(watched: HostWaitDetector | None, *, is_cuda: bool) -> dict[s
 
 def find_max_tokens(trainer: Trainer) -> int | None:
     """Return the most tokens of a pack, if the data module is of this package."""
-    from lightning_fastft.training.datamodule import PackedDataModule
-
-    datamodule = getattr(trainer, "datamodule", None)
-    return datamodule.max_tokens if isinstance(datamodule, PackedDataModule) else None
+    data = _find_data(trainer)
+    return None if data is None else data.max_tokens
 
 
 def find_limit(trainer: Trainer) -> str:
@@ -122,24 +121,27 @@ def find_limit(trainer: Trainer) -> str:
     "tokens": fewer could not hold its tokens. "documents": no more documents of these lengths fit into one. "": it
     could, or it is not known.
     """
-    from lightning_fastft.training.datamodule import PackedDataModule
-
-    datamodule = getattr(trainer, "datamodule", None)
-    subset = datamodule.subset("train") if isinstance(datamodule, PackedDataModule) else None
-    if datamodule is None or subset is None or datamodule.is_streamed:
+    data = _find_data(trainer)
+    subset = None if data is None else data.subset("train")
+    if data is None or subset is None or data.is_streamed:
         return ""
-    length_N, num_packs = subset.length_N, len(datamodule.plan.packs)
-    if num_packs <= -(-int(length_N.sum()) // datamodule.max_tokens):
+    length_N, num_packs = subset.length_N, len(data.plan.packs)
+    if num_packs <= -(-int(length_N.sum()) // data.max_tokens):
         return "tokens"
     # At most k documents fit into a pack if each is longer than 1 / (k + 1) of it.
-    least = max(-(-int((length_N * (k + 1) > datamodule.max_tokens).sum()) // k) for k in range(1, _MOST_PER_PACK + 1))
+    least = max(-(-int((length_N * (k + 1) > data.max_tokens).sum()) // k) for k in range(1, _MOST_PER_PACK + 1))
     return "documents" if num_packs <= least else ""
 
 
 def describe_rows(trainer: Trainer) -> list[str]:
     """Return the counts of training rows, if the data module is of this package."""
+    data = _find_data(trainer)
+    report = None if data is None else data.report("train")
+    return [] if report is None else report.render().splitlines()
+
+
+def _find_data(trainer: Trainer) -> PackedDataModule | None:
     from lightning_fastft.training.datamodule import PackedDataModule
 
-    datamodule = getattr(trainer, "datamodule", None)
-    report = datamodule.report("train") if isinstance(datamodule, PackedDataModule) else None
-    return [] if report is None else report.render().splitlines()
+    data = getattr(trainer, "datamodule", None)
+    return data if isinstance(data, PackedDataModule) else None

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from lightning_fastft.monitor.report.charts import make_charts
-from lightning_fastft.monitor.report.drawing import draw_chart, draw_columns, draw_lane, layer_kind, moment_kind
+from lightning_fastft.monitor.report.drawing import draw_chart, draw_columns, draw_lane, layer_kind
 from lightning_fastft.monitor.report.style import STYLE, make_environment
 
 _BODY = """<!doctype html>
@@ -108,7 +108,7 @@ ms of it waiting for copies,
 <span><i class="recomputed"></i>computed again</span></div>
 <h3>Device memory over the layers</h3>
 <div class="ends"><span>full height {{ plan.peak_gib | number(".2f") }} GiB</span></div>
-{{ draw_columns(plan.memory, top=plan.peak_gib * 2**30, name="device memory over a step", kind_of=moment_kind) }}
+{{ draw_columns(plan.memory, top=plan.peak_gib * 2**30, name="device memory over a step") }}
 <div class="ends"><span>first layer, forward</span><span>first layer, backward</span></div>
 <div class="legend"><span><i class="forward"></i>forward</span><span><i class="head"></i>head and loss</span><span><i
   class="backward">
@@ -210,11 +210,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     """
     environment = make_environment()
     environment.globals.update(
-        draw_chart=draw_chart,
-        draw_columns=draw_columns,
-        draw_lane=draw_lane,
-        layer_kind=layer_kind,
-        moment_kind=moment_kind,
+        draw_chart=draw_chart, draw_columns=draw_columns, draw_lane=draw_lane, layer_kind=layer_kind
     )
     return environment.from_string(_BODY).render(
         **data,
