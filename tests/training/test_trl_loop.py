@@ -91,10 +91,13 @@ class PlainHead:
     """TRL's fused head, whose kernel has no CPU, by its formula."""
 
     @staticmethod
-    def apply(hidden, weight, bias, labels, temperature, *_):
-        log_probs = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias) / temperature, dim=-1)
+    def apply(hidden, weight, bias, labels, temperature, size, soft_cap, scale, *_):
+        logits = torch.nn.functional.linear(hidden, weight, bias) * scale
+        logits = (logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)) / temperature
+        log_probs = torch.log_softmax(logits, dim=-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1).detach()
-        return log_probs.gather(-1, labels[:, None])[:, 0], entropy, None, None, None
+        mean, is_top1 = logits.mean(-1).detach(), logits.argmax(-1) == labels
+        return log_probs.gather(-1, labels[:, None])[:, 0], entropy, None, mean, is_top1
 
 
 def run_ours(folder, model, tokenizer, rows, *, accumulate, one_by_one, temperature, **options):
