@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing.reading.sources import open_sources
+from lightning_fastft.packing.reading.sources import check_exists, open_sources
 from lightning_fastft.packing.reading.text_files import check_beginning
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
@@ -261,14 +261,15 @@ def test_a_name_below_a_folder_is_asked_of_the_hub_once(monkeypatch, tmp_path):
     assert [url.split("/datasets/")[1] for url in asked] == [
         f"owner/{name}/resolve/main/README.md" for name in ("unreachable", "name")
     ]
-    # What the cache may have needs no hub, and files of this machine are not asked for.
-    (tmp_path / "cache" / "owner___unreachable").mkdir(parents=True)
-    open_sources("owner/unreachable")
+    # Files of this machine are not asked for, and what the cache may have needs no hub.
     write_jsonl(tmp_path / "owner" / "rows.jsonl")
     (tmp_path / "owner" / "folder").mkdir()
     write_jsonl(tmp_path / "owner" / "folder" / "rows.jsonl")
     for there in ("owner/rows.jsonl", "owner/folder"):
         open_sources(there)
+        check_exists(there)
+    (tmp_path / "cache" / "owner___unreachable").mkdir(parents=True)
+    open_sources("owner/unreachable")
     assert loaded == ["owner/name", "owner/unreachable"]
     assert len(asked) == 2
 
