@@ -23,6 +23,7 @@ from lightning_fastft.estimate.meta_model import Swaps, build_on_meta
 from lightning_fastft.estimate.model_size import ModelSize, measure_model
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.hf.sharding.units import AdapterPlacement
+from lightning_fastft.planner.plan import check_streaming
 from lightning_fastft.planner.prediction import predict
 from lightning_fastft.planner.step import Plan, StepCost, uniform_plan
 
@@ -95,9 +96,12 @@ def plan_layouts(
             return None
 
     whole, one = measure(num_tokens, is_fp8=swaps.is_fp8)
+    weights = planning.get("weights", "auto")
+    if weights == "stream":
+        check_streaming(whole, cluster.gpu.machine, planning["host_budget_bytes"])
     factor = 1.0 if step_ms is None else step_ms / _predict_step_ms(make_plan(whole))
     found = []
-    for layout in possible_layouts(cluster, one):
+    for layout in _layouts_with(weights, cluster, one):
         rank_tokens = -(-num_tokens // layout.context)
         cost, size = measure(rank_tokens, is_fp8=swaps.is_fp8 and keeps_fp8(layout, cluster, one))
         cost = rank_cost(scale_times(cost, factor), layout, cluster, size, num_tokens=rank_tokens)
@@ -105,7 +109,9 @@ def plan_layouts(
         total = num_tokens * (cluster.num_gpus // layout.context) * num_micro
         plan = make_plan(cost)
         if plan is None:
-            least = predict(cost, uniform_plan(len(cost.segments), "recompute"), machine=cluster.gpu.machine)
+            leanest = uniform_plan(len(cost.segments), "recompute")
+            leanest = tuple(segment._replace(is_streamed=weights == "stream") for segment in leanest)
+            least = predict(cost, leanest, machine=cluster.gpu.machine)
             found.append(LayoutPlan(layout, total, least.peak_bytes, None, gathers_fp8))
             continue
         step = forecast(
@@ -120,6 +126,17 @@ def plan_layouts(
         )
         found.append(LayoutPlan(layout, total, plan.prediction.peak_bytes, step, gathers_fp8))
     return found
+
+
+def _layouts_with(weights: str, cluster: Cluster, model: ModelSize) -> list[Layout]:
+    """Return the layouts of a run with the option ``weights`` of ``OffloadCheckpointing``."""
+    layouts = list(possible_layouts(cluster, model))
+    if weights == "stream":
+        # A run refuses to stream sharded weights.
+        return [layout for layout in layouts if num_shards(layout, cluster) == 1]
+    if weights == "resident":
+        layouts = [layout._replace(is_resident=num_shards(layout, cluster) > 1) for layout in layouts]
+    return list(dict.fromkeys(layouts))
 
 
 def _predict_step_ms(plan: Plan | None) -> float:

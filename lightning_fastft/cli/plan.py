@@ -122,12 +122,15 @@ def _render_cluster(options: _Options, model: Tuner, trainer: Trainer, *, max_to
         planning={
             "vram_budget_bytes": options.vram_bytes,
             "host_budget_bytes": options.host_bytes,
-            "policy": options.planning.get("policy", "auto"),
+            **options.planning,
         },
         step_ms=options.step_ms,
         adapters=trainer.strategy.adapters if isinstance(trainer.strategy, FastFTFSDPStrategy) else "auto",
     )
-    return render_layouts(options.cluster, plans)
+    table = render_layouts(options.cluster, plans)
+    if options.planning.get("weights") != "stream":
+        return table
+    return f"{table}\n\nThe config has weights: stream. Strategies with sharded weights refuse it and are not listed."
 
 
 def _render_gpu(options: _Options, model: Tuner, trainer: Trainer, *, max_tokens: int) -> str:

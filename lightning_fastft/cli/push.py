@@ -75,6 +75,7 @@ def _read_card(args: Namespace) -> str:
 def _push(folder: Path, card: str, *, args: Namespace) -> int:
     """Print files and card; upload them in one commit if asked for."""
     from lightning_fastft.cli.trained.card import REPOSITORY
+    from lightning_fastft.cli.trained.modelfile import find_missing_gguf
 
     shown = card.replace(REPOSITORY, args.repository)
     files = sorted(
@@ -87,6 +88,9 @@ def _push(folder: Path, card: str, *, args: Namespace) -> int:
     sizes = {CARD: len(shown.encode()), **{name: file.stat().st_size for name, file in names.items()}}
     lines = [f"{args.repository}: {len(sizes)} files, {_size(sum(sizes.values()))}"]
     lines += [f"  {_size(size):>12}  {name}" for name, size in sizes.items()]
+    if missing := find_missing_gguf(folder):
+        named = ", ".join(missing)
+        lines.append(f"Modelfile names {named}, which {folder} lacks: add it, or delete Modelfile.")
     sys.stdout.write("\n".join([*lines, "", shown]) + "\n")
     if args.dry_run or not args.yes:
         in_dry_run = "Remove --dry-run" if args.yes else "Give --yes in place of --dry-run"

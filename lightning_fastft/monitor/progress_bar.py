@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import convert_inf
 
 from lightning_fastft.checkpoint.lightning_internals import logged_step_values
 from lightning_fastft.core.async_reader import AsyncScalarReader
@@ -81,8 +83,10 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._reader = AsyncScalarReader()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = 0
-        # Micro-batches of a resumed epoch that an earlier run has trained.
+        # Micro-batches of the epoch before those that are left; of a resumed epoch, those of the earlier run.
         self._first_batch = 0
+        # Optimizer steps before this run, and its micro-batches.
+        self._first_step = self._num_batches = 0
         self._is_described = False
         # Names on the bar before a validation, and names that validations added.
         self._names_before: frozenset[str] = frozenset()
@@ -110,13 +114,20 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         trainer = self.trainer
         if trainer.max_steps < 0:
             return trainer.num_training_batches
-        num_left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        num_left: float = trainer.max_steps - trainer.global_step
+        if trainer.lightning_module.automatic_optimization:
+            num_left *= trainer.accumulate_grad_batches
+        else:
+            num_stepped = trainer.global_step - self._first_step
+            # A module that steps by hand has its own number of steps in a batch, known from its batches so far.
+            num_left = math.ceil(num_left * self._num_batches / num_stepped) if num_stepped else math.inf
         return min(trainer.num_training_batches, self._first_batch + num_left)
 
     def on_train_start(self, trainer: Trainer, *args: Any) -> None:
         """Reset the bar."""
         self._drop()
-        self._first_batch = 0
+        self._first_batch = self._num_batches = 0
+        self._first_step = trainer.global_step
         self._shown, self._num_tokens, self._last_global_step = {}, 0, trainer.global_step
         self._finished.clear()
         self._is_described = False
@@ -153,6 +164,11 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
             # The last micro-batch of the window has no loss, so the mean of the step is not known.
             self._sums, self._last_global_step = {}, trainer.global_step
         self._read_copies()
+        self._num_batches += 1
+        if not pl_module.automatic_optimization:
+            self._first_batch = batch_idx + 1
+            self.train_progress_bar.total = convert_inf(self.total_train_batches)
+            self._first_batch = 0
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

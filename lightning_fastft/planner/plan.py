@@ -63,7 +63,7 @@ def make_plan(
     model = StepModel(cost, machine=machine, buffers=buffers)
     num_weight_bytes = _count_streamed_bytes(cost)
     if weights == "stream":
-        _check_streaming(machine, num_weight_bytes, host_budget_bytes)
+        check_streaming(cost, machine, host_budget_bytes)
     is_streamable = bool(num_weight_bytes) and not machine.is_unified and num_weight_bytes <= host_budget_bytes
     notes = []
     if machine.is_unified:
@@ -126,7 +126,7 @@ def plan_policy(
     is_streamed = weights == "stream"
     left_bytes, notes = host_budget_bytes, []
     if is_streamed:
-        _check_streaming(machine, _count_streamed_bytes(cost), host_budget_bytes)
+        check_streaming(cost, machine, host_budget_bytes)
         left_bytes -= _count_streamed_bytes(cost)
     num_hosted, num_inputs = left_bytes // max(1, cost.segments[0].input_bytes), len(cost.segments) - 1
     if policy == "offload" and num_hosted < num_inputs:
@@ -155,7 +155,9 @@ def _count_streamed_bytes(cost: StepCost) -> int:
     return num_bytes + cost.ends.total if num_bytes else 0
 
 
-def _check_streaming(machine: Machine, num_weight_bytes: int, host_budget_bytes: int) -> None:
+def check_streaming(cost: StepCost, machine: Machine, host_budget_bytes: int) -> None:
+    """Refuse weights="stream" where frozen weights cannot be streamed or the host budget cannot hold them."""
+    num_weight_bytes = _count_streamed_bytes(cost)
     if machine.is_unified:
         raise OptionError(
             f'{machine.name} has unified memory, where streamed weights save nothing; use weights="resident".'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -26,6 +27,8 @@ ADVANTAGES: tuple[Advantage, ...] = get_args(Advantage)
 # Added to the deviation of a group's rewards, as GRPO's implementations do.
 DEVIATION_EPS = 1e-4
 LARGEST_WEIGHT = 1e3
+# What is logged as a mean over groups.
+_OF_GROUPS = ("reward_deviation", "equal_reward_share")
 # Options that a checkpoint keeps.
 _OPTIONS = (
     "loss", "advantage", "ratio", "clip_low", "clip_high", "kl_weight", "temperature", "sampler_clip",
@@ -125,7 +128,8 @@ class PolicyTuner(ReferenceTuner):
 
     def _logged(self) -> tuple[str, ...]:
         more = ("divergence",) if self.needs_reference else ()
-        return "loss", "reward", "entropy", "clip_share", "length", *more
+        names = ("loss", "reward", "entropy", "clip_share", "length", *_OF_GROUPS, "truncated_share")
+        return *names, *more
 
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""
@@ -159,21 +163,23 @@ class PolicyTuner(ReferenceTuner):
         score_C = completions.score_C
         if self.advantage == "given":
             return score_C
-        # The fp32 mean of equal rewards can differ from them in its last bit; that of distances to one of them is 0.
-        start_G = completions.length_G.cumsum(0) - completions.length_G
-        score_C = score_C - score_C[start_G[completions.example_C]]
-        centred_C = score_C - completions.example_mean(score_C)
-        count_C = completions.length_G.to(score_C.dtype)[completions.example_C]
+        centred_C, deviation_C = _compare(completions)
         if self.advantage == "normalised":
-            # The deviation of a sample, as torch.std.
-            variance_C = completions.example_mean(centred_C.square()) * count_C / (count_C - 1).clamp(min=1.0)
-            return centred_C / (variance_C.sqrt() + DEVIATION_EPS)
+            return centred_C / (deviation_C + DEVIATION_EPS)
         if self.advantage == "leave_one_out":
+            count_C = completions.length_G.to(score_C.dtype)[completions.example_C]
             return centred_C * count_C / (count_C - 1).clamp(min=1.0)
         return centred_C
 
+    def _end_ids(self) -> list[int]:
+        """Return the ids of the tokens at which generation stops; empty if they are not known."""
+        known = [*(self.stop_ids or ()), *([] if self.answer_end is None else [self.answer_end])]
+        if known or self.tokenizer is None:
+            return known
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
-        """Return the loss of a batch of rollouts; log it with reward, entropy, share of clipped ratios and length.
+        """Return the loss of a batch of rollouts, and log it with the other means.
 
         Cost:
             A forward of the reference model with a kl_weight above 0. No host sync of its own.
@@ -192,6 +198,10 @@ class PolicyTuner(ReferenceTuner):
             means["entropy"] = found.entropy_R.sum() / num_rows
             means["reward"] = completions.score_C.sum() / max(1, completions.num_completions)
             means["length"] = completions.count_C.sum() / max(1, completions.num_completions)
+            means.update(_group_means(completions))
+            if end_ids := self._end_ids():
+                is_truncated_C = _find_truncated(completions, batch.context.labelled_target_R, end_ids=end_ids)
+                means["truncated_share"] = is_truncated_C.float().sum() / max(1, completions.num_completions)
             total, own_count = loss_R.sum(), num_rows
             if self.loss != "dapo":
                 own_count = max(1, completions.num_completions)
@@ -206,9 +216,10 @@ class PolicyTuner(ReferenceTuner):
         of_tokens = {"entropy", "divergence"}
         of_tokens |= {"clip_share"} if self.ratio == "token" else set()
         of_tokens |= {"loss"} if self.loss == "dapo" else set()
-        for is_of_tokens, count in ((True, completions.num_rows), (False, completions.num_completions)):
-            part = {name: value for name, value in means.items() if (name in of_tokens) is is_of_tokens}
-            self._log_means(part, prefix=prefix, count=count, shown=("loss", "reward"))
+        counts = dict.fromkeys(means, completions.num_completions)
+        counts |= dict.fromkeys(of_tokens, completions.num_rows) | dict.fromkeys(_OF_GROUPS, completions.num_examples)
+        for name, value in means.items():
+            self._log_means({name: value}, prefix=prefix, count=counts[name], shown=("loss", "reward"))
         return loss
 
     def _row_losses(
@@ -250,3 +261,38 @@ class PolicyTuner(ReferenceTuner):
         if divergence_R is not None:
             means["divergence"] = divergence_R.detach().sum() / num_rows
         return loss_R
+
+
+def _compare(completions: Completions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the distance of each reward to the mean of its group, and the deviation of its group, both of shape (C,).
+
+    The deviation is that of a sample, as ``torch.std``; 0 in a group of one.
+    """
+    # The fp32 mean of equal rewards can differ from them in its last bit; that of distances to one of them is 0.
+    score_C = completions.score_C
+    score_C = score_C - score_C[_first_G(completions)[completions.example_C]]
+    centred_C = score_C - completions.example_mean(score_C)
+    count_C = completions.length_G.to(score_C.dtype)[completions.example_C]
+    variance_C = completions.example_mean(centred_C.square()) * count_C / (count_C - 1).clamp(min=1.0)
+    return centred_C, variance_C.sqrt()
+
+
+def _group_means(completions: Completions) -> dict[str, torch.Tensor]:
+    """Return the mean deviation of the rewards in a group, and the share of groups whose rewards are equal."""
+    deviation_G = _compare(completions)[1][_first_G(completions)]
+    found = (deviation_G, (deviation_G == 0).float())
+    return {name: value_G.sum() / max(1, completions.num_examples) for name, value_G in zip(_OF_GROUPS, found)}
+
+
+def _find_truncated(completions: Completions, target_R: torch.Tensor, *, end_ids: Sequence[int]) -> torch.Tensor:
+    """Return whether the last trained token of each completion ends no text, shape (C,)."""
+    last_C = target_R[(completions.start_C1[1:] - 1).clamp(min=0)]
+    is_truncated_C = completions.count_C > 0
+    for token in end_ids:
+        is_truncated_C = is_truncated_C & (last_C != token)
+    return is_truncated_C
+
+
+def _first_G(completions: Completions) -> torch.Tensor:
+    """Return the first completion of each group, shape (G,)."""
+    return completions.length_G.cumsum(0) - completions.length_G

@@ -319,10 +319,9 @@ def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> N
 
 
 def _write_pad_token(folder: Path, token: int | None) -> None:
-    """Write the padding of a whole text model into its configuration."""
+    """Write the padding of a whole model into its configuration, where classifiers of transformers read it."""
     with edited_json(folder / "config.json") as config:
-        if "text_config" not in config:
-            config["pad_token_id"] = token
+        (config.get("text_config") or config)["pad_token_id"] = token
 
 
 def _rename_architecture(folder: Path, *, kind: str) -> None:

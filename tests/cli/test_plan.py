@@ -270,6 +270,30 @@ def test_the_policy_of_the_config_is_planned_on_a_cluster(plan, folder):
     assert "does not fit" in plan(*words, "--config", "keep.yaml").splitlines()[4]
 
 
+def test_weights_and_buffers_of_the_config_are_planned_on_a_cluster(plan, folder):
+    words = ["--gpu", "4090", "--gpus", "4", "--nodes", "2", "--config", "own.yaml"]
+
+    def rows(*more, **options):
+        """Return speed and memory by strategy."""
+        (folder / "own.yaml").write_text(strategy(**options))
+        lines = [re.split(" {2,}", line[2:]) for line in plan(*words, *more).split("\n\n")[1].splitlines()[1:]]
+        return {name: (int(speed.replace(",", "")), float(memory.split()[0])) for name, speed, _, _, memory, _ in lines}
+
+    auto, resident, streamed = (rows(weights=weights) for weights in ("auto", "resident", "stream"))
+    sharded = ["FSDP2, kept gathered", "hybrid sharding, kept gathered", "FSDP2, kept gathered, context parallel 2"]
+    assert [name for name in resident if "DDP" not in name] == sharded
+    assert resident[sharded[0]] == auto[sharded[0]]
+    whole = ["DDP", "DDP, context parallel 2"]
+    assert list(streamed) == whole
+    assert all(streamed[name][1] < auto[name][1] for name in whole)
+    assert "has weights: stream. Strategies with sharded weights refuse it" in plan(*words)
+    with pytest.raises(OptionError, match=r'weights="stream" needs .* the host budget is 0\.01 GiB'):
+        rows("--host-gib", "0.01", weights="stream")
+    offload = {"policy": "offload", "weights": "resident"}
+    one, two = (rows("--data.max_tokens", "65536", buffers=buffers, **offload)["DDP"] for buffers in (1, 2))
+    assert one < two
+
+
 def test_the_placement_of_adapters_of_the_config_is_planned_on_a_cluster(plan, folder):
     """Sharded ones take less memory, and no all-reduce that nothing overlaps with."""
     rows = {}

@@ -128,6 +128,15 @@ def test_a_missing_shard_is_named(tmp_path, answer):
     assert main(["push", str(tmp_path), "me/mine"]) == 0
 
 
+def test_a_gguf_file_that_only_the_modelfile_has_is_named(adapters, capsys):
+    (adapters / "Modelfile").write_text('# FROM ./other.gguf\nFROM ./my-f16.gguf\nTEMPLATE """FROM x.gguf here"""\n')
+    assert main(["push", str(adapters), "me/mine"]) == 0
+    assert "Modelfile names my-f16.gguf, which " in capsys.readouterr().out
+    (adapters / "my-f16.gguf").write_bytes(b"weights")
+    assert main(["push", str(adapters), "me/mine"]) == 0
+    assert "Modelfile names" not in capsys.readouterr().out
+
+
 def test_a_card_in_another_encoding_is_refused(adapters, answer):
     (adapters / "README.md").write_bytes("# Modèle".encode("latin-1"))
     assert "is not UTF-8" in answer(["push", str(adapters), "me/mine"])[1]

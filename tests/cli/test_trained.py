@@ -73,6 +73,11 @@ def test_base_of_another_folder_is_named(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["export", str(run / CHECKPOINT), "out"]) == 1
     assert "add --base FOLDER" in capsys.readouterr().err
+    for name, end in (("./nothing", "Correct --base."), ("owner/nothing", "or give a local folder.")):
+        assert main(["export", str(run / CHECKPOINT), "out", "--base", name]) == 1
+        text = capsys.readouterr().err.strip()
+        assert "OptionError: --base: " in text
+        assert text.endswith(end)
     assert main(["export", str(run / CHECKPOINT), "out", "--base", str(run / "base")]) == 0
 
 

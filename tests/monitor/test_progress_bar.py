@@ -352,3 +352,25 @@ def test_bar_ends_where_max_steps_ends_the_run(tmp_path, first, totals, max_epoc
         (f"Epoch {2 - len(totals) + number}: ", total) for number, total in enumerate(totals)
     ]
     assert records.seen[-1][1] == totals[-1]
+
+
+@pytest.mark.parametrize("steps", [(2,), (0, 1), (2, 1)])
+def test_bar_of_a_module_that_steps_by_hand_ends_where_its_steps_end(tmp_path, steps):
+    """Batches take these numbers of steps in turn; max_steps ends the run after four of six batches."""
+
+    class Manual(PlainModule):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            for _ in range(steps[batch_idx % len(steps)]):
+                self.optimizers().step()
+
+    bar = FastFTProgressBar()
+    records = RecordsBar(bar)
+    max_steps = sum(steps[number % len(steps)] for number in range(4))
+    fit(tmp_path, Manual(tiny_llama()), bar, callbacks=[records], max_steps=max_steps)
+    assert records.seen[0][2] == 6
+    assert records.seen[-1][1:3] == (4, 4)
+    assert all(total >= position for _, position, total, _ in records.seen)

@@ -9,7 +9,7 @@ from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.training.policy import PolicyTuner
 from tests.support.packs import assert_close, make_groups
-from tests.support.tuners import gradients, make_tuner, packed, rows_alone, step
+from tests.support.tuners import CONFIG, gradients, make_tuner, packed, rows_alone, step
 
 GROUPS = ((6, 3, 9, 4), (1, 4, 2), (11, 2, 1, 5, 3))
 
@@ -128,6 +128,33 @@ def test_metrics_are_those_of_the_rollouts():
     lengths = [length for group in GROUPS for length in group[1:]]
     assert tuner.logged["train_length"] == pytest.approx(sum(lengths) / len(lengths))
     assert tuner.logged.keys() <= tuner.logged_names
+
+
+@pytest.mark.parametrize("shares_prompts", [True, False])
+def test_deviations_are_of_groups_and_truncated_completions_have_no_end(shares_prompts):
+    config = {**CONFIG, "eos_token_id": 1}
+    tuner, documents = make_tuner(PolicyTuner, model=config, init="random"), make_groups((*GROUPS, (4, 1)))
+    documents[1] = documents[1]._replace(scores=(0.7, 0.7))
+    tuner.answer_end = 2
+    assert not {1, 2} & set(documents[0].input_ids)
+    # A prompt that ends in one, one in the middle of a completion, and both kinds of ends.
+    for number, place, token in ((0, 5, 1), (0, 10, 1), (0, 8, 2), (1, 4, 1), (2, 12, 1), (2, 13, 2), (3, 4, 2)):
+        for ids in (documents[number].input_ids, documents[number].labels):
+            ids[place] = token if ids[place] != -100 else -100
+    step(tuner, documents, shares_prompts=shares_prompts)
+    # Ends of 0: 8, 17, 21. Of 1: 4, 6. Of 2: 12, 13, 18, 21.
+    assert tuner.logged["train_truncated_share"] == pytest.approx((2 + 1 + 2) / 10)
+    deviations = [torch.tensor(document.scores).std() for document in (documents[0], documents[2])]
+    assert tuner.logged["train_reward_deviation"] == pytest.approx(float(sum(deviations)) / 4, rel=1e-5)
+    # A group of one has nothing to compare with.
+    assert tuner.logged["train_equal_reward_share"] == 2 / 4
+
+
+def test_completions_are_not_called_truncated_where_no_end_is_known():
+    tuner = make_tuner(PolicyTuner)
+    step(tuner, make_groups(GROUPS))
+    assert tuner.tokenizer is None
+    assert "train_truncated_share" not in tuner.logged
 
 
 def test_a_group_of_equal_rewards_teaches_nothing():

@@ -19,6 +19,7 @@ from tests.support.packs import assert_close, make_groups, separate
 from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import quiet_data, quiet_trainer
 from tests.support.tuners import CONFIG, LORA, gradients, make_tuner, packed, pairs, step
+from tests.support.vision import build_image_tokenizer, build_vision_model
 
 
 def tiny_tokenizer(**options):
@@ -118,6 +119,24 @@ def test_padding_hides_no_trained_token_from_a_saved_classifier(tmp_path, lora, 
     with pytest.warns(UserWarning, match="before the end"):
         tuner.save_pretrained(str(tmp_path / "again"))
     assert json.loads((tmp_path / "again" / "config.json").read_text())["pad_token_id"] is None
+
+
+@pytest.mark.parametrize("pad", ["<|im_start|>", "<|endoftext|>"], ids=["a token of its own", "the end"])
+def test_padding_of_a_model_with_a_tower_is_where_its_classifier_reads_it(tmp_path, pad):
+    tokenizer = build_image_tokenizer("gemma3")
+    tokenizer.pad_token = pad
+    model = build_vision_model("gemma3", tokenizer)
+    is_hidden = tokenizer.pad_token_id == tokenizer.eos_token_id
+    model.config.text_config.pad_token_id = tokenizer.eos_token_id if is_hidden else None
+    tuner = RewardTuner(model, tokenizer=tokenizer, lora=None)
+    tuner.configure_model()
+    with pytest.warns(UserWarning, match="before the end") if is_hidden else contextlib.nullcontext():
+        tuner.save_pretrained(str(tmp_path / "saved"))
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    assert classifier.config.text_config.pad_token_id == (None if is_hidden else tokenizer.pad_token_id)
+    ids = torch.tensor([[3, 4, 5, tokenizer.eos_token_id]])
+    hidden = classifier.model(input_ids=ids).last_hidden_state[0, -1]
+    assert_close(classifier(input_ids=ids).logits[0], classifier.score(hidden))
 
 
 def test_a_mean_that_no_classifier_reads_is_named(tmp_path):

@@ -21,7 +21,7 @@ from tests.training.test_rollouts import CONFIG, character_tokenizer
 
 pytest.importorskip("trl", minversion="1.15")
 
-GROUPS, SIZE, LONGEST, STEPS, RATE = 4, 4, 6, 8, 0.1
+SIZE, LONGEST, STEPS, RATE = 4, 6, 8, 0.1
 TEXTS = [f"{a}+{b}=" + "1" * b for a in range(4) for b in range(2)]
 # Tokens at the start of a prompt that name it.
 NAMING = 3
@@ -100,14 +100,14 @@ class PlainHead:
         return log_probs.gather(-1, labels[:, None])[:, 0], entropy, None, mean, is_top1
 
 
-def run_ours(folder, model, tokenizer, rows, *, accumulate, one_by_one, temperature, **options):
+def run_ours(folder, model, tokenizer, rows, *, groups, accumulate, one_by_one, temperature, **options):
     tuner = PolicyTuner(
         model, tokenizer=tokenizer, dtype="float32", temperature=temperature, scheduler=get_constant_schedule,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=RATE), **options,
     )  # fmt: skip
     record = Record()
     data = RolloutDataModule(
-        rows, rewards=score, sampler=record.sample, num_completions=SIZE, prompts_per_round=GROUPS,
+        rows, rewards=score, sampler=record.sample, num_completions=SIZE, prompts_per_round=groups,
         max_new_tokens=LONGEST, temperature=temperature, max_tokens=40 if one_by_one else 512,
     )  # fmt: skip
     quiet_trainer(
@@ -123,12 +123,14 @@ def in_our_order(record, *, one_by_one):
         return [groups for _, groups in record.rounds]
     rounds = []
     for number, (_, groups) in enumerate(record.rounds):
-        trained = record.trained[number * GROUPS : (number + 1) * GROUPS]
+        trained = record.trained[number * len(groups) : (number + 1) * len(groups)]
         rounds.append(sorted(groups, key=lambda group: trained.index(group[0][:NAMING])))
     return rounds
 
 
-def run_trls(folder, monkeypatch, model, tokenizer, record, rows_of, *, accumulate, one_by_one, temperature, **options):
+def run_trls(
+    folder, monkeypatch, model, tokenizer, record, rows_of, *, groups, accumulate, one_by_one, temperature, **options
+):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer import grpo_trainer, utils
@@ -136,7 +138,7 @@ def run_trls(folder, monkeypatch, model, tokenizer, record, rows_of, *, accumula
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", PlainHead)
     monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
     rounds, found = in_our_order(record, one_by_one=one_by_one), TheirRecord()
-    sizes = (SIZE, GROUPS) if one_by_one else (GROUPS * SIZE, 1)
+    sizes = (SIZE, groups) if one_by_one else (groups * SIZE, 1)
     config = GRPOConfig(
         output_dir=str(folder), use_cpu=True, bf16=False, per_device_train_batch_size=sizes[0],
         steps_per_generation=sizes[1], gradient_accumulation_steps=accumulate, num_generations=SIZE,
@@ -173,34 +175,41 @@ def run_trls(folder, monkeypatch, model, tokenizer, record, rows_of, *, accumula
 NAMES = {
     "train_loss": "loss", "train_entropy": "entropy", "train_clip_share": "clip_ratio/region_mean",
     "train_divergence": "kl", "train_reward": "reward", "train_length": "completions/mean_length",
+    "train_reward_deviation": "reward_std", "train_equal_reward_share": "frac_reward_zero_std",
+    "train_truncated_share": "completions/clipped_ratio",
 }  # fmt: skip
+
+
+# Of these TRL logs the mean over a round, and its deviation of rewards is that of all groups of a round together.
+OF_ROUNDS = ("train_reward", "train_length", "train_equal_reward_share", "train_truncated_share")
 
 
 @pytest.mark.covering
 @pytest.mark.slow
 @pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
 @pytest.mark.parametrize(
-    ("ours", "theirs", "accumulate", "one_by_one"),
+    ("ours", "theirs", "groups", "accumulate", "one_by_one"),
     [
-        ({}, {}, 1, True),
-        ({}, {}, 2, True),
-        ({"ratio": "sequence"}, {"importance_sampling_level": "sequence"}, 1, True),
-        ({"loss": "dapo", "clip_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28}, 4, True),
-        ({"loss": "dapo", "kl_weight": 0.2}, {"loss_type": "dapo", "beta": 0.2}, 1, False),
+        ({}, {}, 1, 1, True),
+        ({}, {}, 4, 1, True),
+        ({}, {}, 4, 2, True),
+        ({"ratio": "sequence"}, {"importance_sampling_level": "sequence"}, 4, 1, True),
+        ({"loss": "dapo", "clip_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28}, 4, 4, True),
+        ({"loss": "dapo", "kl_weight": 0.2}, {"loss_type": "dapo", "beta": 0.2}, 4, 1, False),
         (
             {"loss": "dr_grpo", "max_completion_tokens": LONGEST, "advantage": "centred"},
-            {"loss_type": "dr_grpo", "scale_rewards": "none"}, 2, True,
+            {"loss_type": "dr_grpo", "scale_rewards": "none"}, 4, 2, True,
         ),
-        ({"kl_weight": 0.2}, {"beta": 0.2}, 1, True),
+        ({"kl_weight": 0.2}, {"beta": 0.2}, 4, 1, True),
     ],
 )  # fmt: skip
-def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, accumulate, one_by_one, is_chat):
+def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, groups, accumulate, one_by_one, is_chat):
     tokenizer, temperature = character_tokenizer(), 0.8 if is_chat else 1.0
     model = make_model(has_adapters="kl_weight" in ours)
     if is_chat:
         tokenizer.chat_template = TEMPLATE
     rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in TEXTS]
-    common = {"accumulate": accumulate, "one_by_one": one_by_one, "temperature": temperature}
+    common = {"groups": groups, "accumulate": accumulate, "one_by_one": one_by_one, "temperature": temperature}
     record = run_ours(tmp_path, copy.deepcopy(model), tokenizer, rows, **common, **ours)
 
     def row_of(prompt):
@@ -213,12 +222,16 @@ def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, accumulate, one_by_o
         assert one.keys() == other.keys()
         assert max(float((one[name] - other[name]).abs().max()) for name in one) < BOUND, step
     # TRL logs means over a window and over a round; ours are those of a micro-batch.
-    for values, logs in zip(record.logged, found.logged) if accumulate == 1 else ():
+    for step, (values, logs) in enumerate(zip(record.logged, found.logged) if accumulate == 1 else ()):
         shared = [name for name in NAMES if name in values and NAMES[name] in logs]
-        shared = [name for name in shared if not one_by_one or name not in ("train_reward", "train_length")]
-        assert len(shared) >= 3
+        shared = [name for name in shared if groups == 1 or not one_by_one or name not in OF_ROUNDS]
+        shared = [name for name in shared if groups == 1 or name != "train_reward_deviation"]
+        assert len(shared) >= (8 if groups == 1 else 3)
+        # A sampled padding token ends no text; TRL takes it for an end.
+        last = [ids[-1] for _, group in record.rounds[step // (groups if one_by_one else 1)][1] for ids in group]
+        padded = {"train_truncated_share": last.count(tokenizer.pad_token_id) / len(last)}
         for name in shared:
             # TRL rounds the loss to 6 digits.
-            assert values[name] == pytest.approx(logs[NAMES[name]], rel=1e-4, abs=2e-6), name
+            assert values[name] == pytest.approx(logs[NAMES[name]] + padded.get(name, 0), rel=1e-4, abs=2e-6), name
     first, last = record.weights[0], record.weights[-1]
     assert max(float((last[name] - first[name]).abs().max()) for name in first) > 1e4 * BOUND

@@ -492,11 +492,11 @@ def test_validated_rollouts_count_by_what_each_mean_is_over(tmp_path, loss):
     rows = [
         {
             "prompt_ids": [3],
-            "completion_ids": [[5], [6] * size],
-            "rewards": [1.0, 0.3],
-            "log_probs": [[-1], [-2] * size],
+            "completion_ids": [[5], *([6] * size for size in sizes)],
+            "rewards": [1.0, *(0.1 * size for size in sizes)],
+            "log_probs": [[-1], *([-2] * size for size in sizes)],
         }
-        for size in (1, 9, 4)
+        for sizes in ((1,), (9,), (4, 2))
     ]
     found = []
     for max_tokens in (64, 16):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
@@ -85,6 +86,14 @@ def write_modelfile(folder: Path, *, gguf: Path, tokenizer: Any, variables: Mapp
     path = folder / "Modelfile"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def find_missing_gguf(folder: Path) -> list[str]:
+    """Return the GGUF files that the Modelfile of a folder names and the folder lacks; none without a Modelfile."""
+    path = folder / "Modelfile"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    named = re.findall(r"^\s*(?:FROM|ADAPTER)\s+(\S+\.gguf)\s*$", text, re.MULTILINE | re.IGNORECASE)
+    return [name.removeprefix("./") for name in named if not (folder / name).is_file()]
 
 
 def read_turns(tokenizer: Any, variables: Mapping[str, Any] | None = None) -> Turns:

@@ -183,8 +183,11 @@ def _open_on_base(open_source: Callable[[Request], Opened], request: Request) ->
     except OptionError as error:
         found = _UNREAD.match(str(error))
         option = "base" if found is None or "tokenizer" not in found.groups() else "tokenizer"
-        if found is None or getattr(request, option):
+        if found is None:
             raise
+        if getattr(request, option):
+            named = re.sub(r"Correct (model|tokenizer)\.$", f"Correct --{option}.", str(error))
+            raise OptionError(f"--{option}: {named}") from error
         raise OptionError(
             f"{error} {request.source} names this {option}; a folder is searched from {Path.cwd()}. If it is "
             f"elsewhere, add --{option} FOLDER."

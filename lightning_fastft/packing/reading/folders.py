@@ -49,6 +49,8 @@ def is_local(given: str) -> bool:
     """Return whether a text names files of this machine, and cannot be the id of a hub data set."""
     path = Path(given).expanduser()
     is_named = file_kind(path) in SUFFIXES or path.is_absolute() or given.startswith((".", "~"))
+    # A hub id has one slash, inside.
+    is_named |= given.endswith("/") or given.partition(":")[0].count("/") > 1
     return is_named or glob.has_magic(given) or path.exists()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from lightning_fastft.core.errors import DataError, OptionError, printable
+from lightning_fastft.core.hub import ask_hub
 from lightning_fastft.packing.reading.arrow import read_arrow_rows
 from lightning_fastft.packing.reading.folders import (
     ALLOWED,
@@ -193,6 +194,8 @@ def _open_path(given: str) -> list[Source]:
 def check_exists(given: str) -> None:
     """Check that there is a file or folder, or a match of a glob pattern; what may be a hub id is not checked.
 
+    What may be either, because the folder before its slash is there, is refused if the hub cannot be reached.
+
     Raises:
         DataError: There is none.
     """
@@ -206,6 +209,19 @@ def check_exists(given: str) -> None:
         is_list = len(parts) > 1 and all(Path(part).exists() for part in parts)
         advice = f" Write several as a list: '[{', '.join(parts)}]'." if is_list else ""
         raise DataError(f"There is no file or folder {given} (searched from {Path.cwd()}).{advice}")
+    elif not path.exists() and (reason := _ask_hub(given)):
+        raise DataError(f"There is no file or folder {given} (searched from {Path.cwd()}){reason}. Correct the path.")
+
+
+def _ask_hub(given: str) -> str:
+    """Return why the hub cannot be asked for a name that may be a path; "" for other names and for cached data sets."""
+    parent, slash, name = given.partition(":")[0].partition("/")
+    if not slash or not Path(parent).is_dir():
+        return ""
+    import datasets
+
+    is_cached = any(Path(datasets.config.HF_DATASETS_CACHE).glob(f"{parent}___*"))
+    return "" if is_cached else ask_hub(f"{parent}/{name}", kind="dataset")
 
 
 def _open_folder(path: Path, *, given: str) -> list[Source]:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.packing.reading.sources import open_sources
+from lightning_fastft.packing.reading.sources import check_exists, open_sources
 from lightning_fastft.packing.reading.text_files import check_beginning
 from lightning_fastft.packing.rows import rejects
 from lightning_fastft.packing.rows.formats import FormatOptions
@@ -224,6 +224,54 @@ def test_hub_data_set_that_cannot_be_had_names_both_readings(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(DataError, match=r"owner/name .*offline"):
         open_sources("owner/name")
+
+
+@pytest.mark.parametrize("name", ["./nothing", "nothing/", "runs/nothing/", "a/b/c", "a/b/c:main"])
+def test_paths_to_nothing_are_not_asked_of_the_hub(monkeypatch, name):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: pytest.fail("the hub was asked"))
+    with pytest.raises(DataError, match=f"There is no file or folder {name}"):
+        open_sources(name)
+
+
+def test_a_name_below_a_folder_is_asked_of_the_hub_once(monkeypatch, tmp_path):
+    import datasets
+    import huggingface_hub
+
+    (tmp_path / "owner").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    asked, loaded = [], []
+
+    def ask(url):
+        asked.append(url)
+        if "unreachable" in url:
+            raise OSError("no route")
+
+    def load(name, *args, **options):
+        loaded.append(name)
+        return datasets.Dataset.from_list(VALUES)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=r"no file or folder owner/unreachable:x .* the hub cannot .*: no route\."):
+        open_sources("owner/unreachable:x")
+    open_sources("owner/name")
+    assert [url.split("/datasets/")[1] for url in asked] == [
+        f"owner/{name}/resolve/main/README.md" for name in ("unreachable", "name")
+    ]
+    # Files of this machine are not asked for, and what the cache may have needs no hub.
+    write_jsonl(tmp_path / "owner" / "rows.jsonl")
+    (tmp_path / "owner" / "folder").mkdir()
+    write_jsonl(tmp_path / "owner" / "folder" / "rows.jsonl")
+    for there in ("owner/rows.jsonl", "owner/folder"):
+        open_sources(there)
+        check_exists(there)
+    (tmp_path / "cache" / "owner___unreachable").mkdir(parents=True)
+    open_sources("owner/unreachable")
+    assert loaded == ["owner/name", "owner/unreachable"]
+    assert len(asked) == 2
 
 
 def test_splits_and_streams_are_refused_with_the_reason():

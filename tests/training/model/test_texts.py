@@ -274,8 +274,11 @@ def test_a_tokenizer_of_the_data_that_has_moved_is_named_on_the_command_line(bas
     base.rename(tmp_path / "elsewhere")
     assert main(["export", checkpoint, str(tmp_path / "x"), *moved]) == 1
     assert "add --base" in capsys.readouterr().err
-    assert main(["export", checkpoint, str(tmp_path / "x"), "--tokenizer", str(tmp_path / "nothing")]) == 1
-    assert "add --tokenizer" not in capsys.readouterr().err
+    there = ["--base", str(tmp_path / "elsewhere"), "--tokenizer", str(tmp_path / "nothing")]
+    assert main(["export", checkpoint, str(tmp_path / "x"), *there]) == 1
+    text = capsys.readouterr().err.strip()
+    assert "OptionError: --tokenizer: " in text
+    assert text.endswith("Correct --tokenizer.")
 
 
 BASE_TEMPLATE = "{% for message in messages %}w1 {{ message.content }} <end>{% endfor %}"
