@@ -83,7 +83,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._reader = AsyncScalarReader()
         self._shown: dict[str, float] = {}
         self._num_tokens = self._last_global_step = 0
-        # Micro-batches of the epoch before those that are left; of a resumed epoch, those of the earlier run.
+        # Micro-batches of a resumed epoch that an earlier run has trained.
         self._first_batch = 0
         # Optimizer steps before this run, and its micro-batches.
         self._first_step = self._num_batches = 0
@@ -111,6 +111,10 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
 
         Lightning 2.6.6 counts the remaining optimizer steps as micro-batches, and those of a resumed epoch from 0.
         """
+        return self._count_batches(self._first_batch)
+
+    def _count_batches(self, num_before: int) -> int | float:
+        """Return the micro-batches of the epoch, of which so many were before those that are left."""
         trainer = self.trainer
         if trainer.max_steps < 0:
             return trainer.num_training_batches
@@ -121,7 +125,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
             num_stepped = trainer.global_step - self._first_step
             # A module that steps by hand has its own number of steps in a batch, known from its batches so far.
             num_left = math.ceil(num_left * self._num_batches / num_stepped) if num_stepped else math.inf
-        return min(trainer.num_training_batches, self._first_batch + num_left)
+        return min(trainer.num_training_batches, num_before + num_left)
 
     def on_train_start(self, trainer: Trainer, *args: Any) -> None:
         """Reset the bar."""
@@ -166,9 +170,7 @@ class FastFTProgressBar(GivenOnce, TQDMProgressBar):
         self._read_copies()
         self._num_batches += 1
         if not pl_module.automatic_optimization:
-            self._first_batch = batch_idx + 1
-            self.train_progress_bar.total = convert_inf(self.total_train_batches)
-            self._first_batch = 0
+            self.train_progress_bar.total = convert_inf(self._count_batches(batch_idx + 1))
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,7 +3,7 @@
 Axes: R labelled rows, C completions, G examples (for pairs: a chosen and a rejected completion each).
 
 Source:
-    The formulas of the papers that each function names, in the form of TRL 1.15 where papers and practice differ.
+    The formulas of the papers that each function names, in the form of TRL 1.16 where papers and practice differ.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class PreferenceTuner(ReferenceTuner):
         OptionError: A value is not allowed, or two options do not fit.
 
     Source:
-        The papers that ``training/losses.py`` names for each loss, as TRL 1.15 has them; shared prompts are own.
+        The papers that ``training/losses.py`` names for each loss, as TRL 1.16 has them; shared prompts are own.
 
     Example:
         >>> config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
