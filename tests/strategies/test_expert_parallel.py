@@ -1,8 +1,14 @@
 """Experts in shards, gathered or owned by ranks: the losses, gradients, weights and files of one process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from lightning_fastft.callbacks.bincount_router import BincountRouter
+from lightning_fastft.callbacks.fused_kernels import FusedKernels
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.strategies.expert_parallel import check_callbacks
 from tests.strategies import expert_worker as worker
 from tests.strategies.strategy_worker import difference
 from tests.support.two_ranks import run_two_ranks
@@ -131,3 +137,9 @@ def test_sharded_adapters_on_experts_are_cast_in_each_pass(ranks):
 )
 def test_what_cannot_be_served_is_refused(ranks, case, message):
     assert message in ranks("all")[0]["refused"][case]
+
+
+def test_layers_that_run_as_cuda_graphs_are_refused():
+    trainer = SimpleNamespace(callbacks=[BincountRouter(), FusedKernels(cuda_graphs="auto")])
+    with pytest.raises(OptionError, match="expert_parallel=2 exchanges tokens inside of each layer"):
+        check_callbacks(trainer, size=2)

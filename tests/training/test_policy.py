@@ -133,7 +133,7 @@ def test_metrics_are_those_of_the_rollouts():
 @pytest.mark.parametrize("shares_prompts", [True, False])
 def test_deviations_are_of_groups_and_truncated_completions_have_no_end(shares_prompts):
     config = {**CONFIG, "eos_token_id": 1}
-    tuner, documents = make_tuner(PolicyTuner, model=config, init="random"), make_groups((*GROUPS, (4, 1)))
+    tuner, documents = make_tuner(PolicyTuner, model=config, init="random"), make_groups((*GROUPS, (4, 1), (2, 3, 1)))
     documents[1] = documents[1]._replace(scores=(0.7, 0.7))
     tuner.answer_end = 2
     assert not {1, 2} & set(documents[0].input_ids)
@@ -143,11 +143,11 @@ def test_deviations_are_of_groups_and_truncated_completions_have_no_end(shares_p
             ids[place] = token if ids[place] != -100 else -100
     step(tuner, documents, shares_prompts=shares_prompts)
     # Ends of 0: 8, 17, 21. Of 1: 4, 6. Of 2: 12, 13, 18, 21.
-    assert tuner.logged["train_truncated_share"] == pytest.approx((2 + 1 + 2) / 10)
-    deviations = [torch.tensor(document.scores).std() for document in (documents[0], documents[2])]
-    assert tuner.logged["train_reward_deviation"] == pytest.approx(float(sum(deviations)) / 4, rel=1e-5)
+    assert tuner.logged["train_truncated_share"] == pytest.approx((2 + 1 + 2 + 2) / 12)
+    deviations = [torch.tensor(documents[number].scores).std() for number in (0, 2, 4)]
+    assert tuner.logged["train_reward_deviation"] == pytest.approx(float(sum(deviations)) / 5, rel=1e-5)
     # A group of one has nothing to compare with.
-    assert tuner.logged["train_equal_reward_share"] == 2 / 4
+    assert tuner.logged["train_equal_reward_share"] == pytest.approx(2 / 5)
 
 
 def test_completions_are_not_called_truncated_where_no_end_is_known():
