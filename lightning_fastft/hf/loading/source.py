@@ -87,9 +87,9 @@ class ModelSource:
 
         if isinstance(self.model, str):
             refuse_missing_path(self.model)
+            refuse_adapters(self.model)
             if self.init == "pretrained":
                 refuse_litgpt(self.model)
-                refuse_adapters(self.model)
             try:
                 check_config(
                     PretrainedConfig.get_config_dict(self.model, revision=self.revision or "main")[0], name=self.model

@@ -36,6 +36,14 @@ def test_sources_are_a_folder_a_file_a_dictionary_or_a_configuration(tmp_path):
     assert sources[3].load_tokenizer() is None
 
 
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_folder_of_adapters_alone_is_refused_with_their_option(tmp_path, init):
+    """Commands read the configuration of --base as for random weights."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(OptionError, match=r"holds PEFT adapters, not a model\. .*FineTuner\(adapter=\.\.\.\)"):
+        _ = ModelSource(str(tmp_path), init=init).config
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_oss"])
 def test_folder_without_a_tokenizer_has_none(family, tmp_path):
     # transformers would make one without a vocabulary for the first two, and fail for the third.
