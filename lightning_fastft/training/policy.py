@@ -285,7 +285,7 @@ def _group_means(completions: Completions) -> dict[str, torch.Tensor]:
 
 
 def _find_truncated(completions: Completions, target_R: torch.Tensor, *, end_ids: Sequence[int]) -> torch.Tensor:
-    """Return whether the last trained token of each completion ends no text, shape (C,)."""
+    """Return whether each completion was cut: its last trained token is no end of text. Shape (C,), bool."""
     last_C = target_R[(completions.start_C1[1:] - 1).clamp(min=0)]
     is_truncated_C = completions.count_C > 0
     for token in end_ids:
