@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.ruler.pairs import NUM_WHOLE_STEPS
@@ -97,6 +97,15 @@ def newest(entries: Iterable[Entry], key: Callable[[Entry], object]) -> list[Ent
 def fastest(entries: Iterable[Entry]) -> Entry:
     """Return the entry with the most tokens, or examples, per second."""
     return max(entries, key=lambda entry: entry.rate)
+
+
+def faster_of_repeats(run: Iterable[Entry]) -> list[Entry]:
+    """Return the entries of a run, and of a setting that it measured twice (A/A) the faster one."""
+    found: dict[str, Entry] = {}
+    for entry in run:
+        label = entry.label.replace(CONTROL, "")
+        found[label] = fastest([replace(entry, label=label), *([found[label]] if label in found else [])])
+    return list(found.values())
 
 
 def best_pair(run: Sequence[Entry], other: str, bits: str | None) -> list[Entry]:

@@ -184,10 +184,11 @@ def test_ratios_are_of_equal_moments_first_and_leave_fp8_out(numbers, monkeypatc
     monkeypatch.setattr(numbers, "HEADLINES", ("tiny",))
     labels = (("ours keep+fused+fp8, adamw_fused", 10.0), ("ours keep+fused, adamw_fused", 50.0))
     labels += (("ours keep+fused, adamw_fused_8bit", 80.0), ("unsloth off, adamw_8bit", 100.0))
-    labels += (("ours keep+fused A/A, adamw_fused", 5.0),)
+    # Measured twice: the faster time counts, on both sides.
+    labels += (("ours keep+fused A/A, adamw_fused", 40.0), ("unsloth off A/A, adamw_8bit", 96.0))
     entries = [entry_of(numbers, label, order=order, ms=ms) for order, (label, ms) in enumerate(labels)]
     row = numbers.write_ratios(entries).splitlines()[-1]
-    assert row == "| tiny | unsloth | 1.25 |  | 2.00 | 10 against 10 |"
+    assert row == "| tiny | unsloth | 1.20 |  | 2.40 | 10 against 10 |"
 
 
 def test_a_part_of_a_page_is_replaced_and_nothing_around_it(generate):
