@@ -150,11 +150,32 @@ def find_figures(entries: Sequence[Entry]) -> dict[str, str]:
         "unsloth_full_8_bit": ("8b-full-8-bit", "unsloth off"),
         "bitsandbytes_full": ("8b-full-bitsandbytes", "ours keep+fused"),
         "unsloth_bitsandbytes_full": ("8b-full-bitsandbytes", "unsloth off"),
+        "four_ours": ("14b-plain", "ours shipped"),
+        "four_unsloth": ("14b-plain", "unsloth off"),
+        "four_trl": ("14b-plain", "trl keep+liger"),
+        "four_plain": ("14b-plain", "plain keep+liger"),
+        "trl_recompute": ("14b-trl", "trl recompute+liger"),
+        "frozen_fp8": ("14b-fp8", "ours keep+fused+fp8"),
+        "frozen_bf16": ("14b-fp8", "ours keep+fused"),
+        "lora_fp8": ("8b-lora-fp8", "ours keep+graphs+fp8"),
+        "unsloth_fp8": ("8b-lora-fp8", "unsloth off+fp8"),
+        "full_fp8": ("8b-fp8", "ours recompute+fused+fp8"),
+        "full_bf16": ("8b-fp8", "ours recompute+fused"),
+        "full_fp8_kept": ("8b-fp8-kept", "ours keep+fused+fp8"),
+        "experts_recomputed": ("30b-a3b-recomputed", "ours recompute+graphs"),
+        "long": ("32k-one-document", "ours keep+fused"),
+        "unsloth_long": ("32k-one-document", "unsloth off"),
+        "longest": ("14b-128k", "ours auto=33:64+fused"),
+        "unsloth_longest": ("14b-128k", "unsloth unsloth"),
+        "gpt_oss": ("gpt-oss", "ours keep+fused"),
+        "unsloth_gpt_oss": ("gpt-oss", "unsloth off+padded16"),
+        "unsloth_gpt_oss_default": ("gpt-oss", "unsloth unsloth+padded64"),
     }
     found = {}
     for name, (run, label) in cells.items():
         entry = fastest([e for e in find_named_run(entries, run) if short_label(e) == label])
-        found[f"{name}_ms"], found[f"{name}_gib"] = figure(entry, "ms"), figure(entry, "allocated")
+        for measure, unit in (("ms", "ms"), ("allocated", "gib"), ("tokens", "tokens")):
+            found[f"{name}_{unit}"] = figure(entry, measure)
     return found
 
 

@@ -91,6 +91,29 @@ With every weight of Qwen3-8B trained, ours needs {full_gib} GiB, Unsloth {unslo
 takes {full_8_bit_ms} ms, Unsloth {unsloth_full_8_bit_ms}, and nearly all of that gain is `FusedAdamW`: with
 `bitsandbytes.optim.AdamW8bit` in both, ours takes {bitsandbytes_full_ms} ms, Unsloth {unsloth_bitsandbytes_full_ms}.
 
+### Further settings
+- **Four systems**: Qwen3-14B QLoRA, packed, without checkpointing (run `14b-plain`): ours takes {four_ours_ms} ms and
+  {four_ours_gib} GiB, Unsloth {four_unsloth_ms} ms and {four_unsloth_gib} GiB, TRL with Liger {four_trl_ms} ms and
+  {four_trl_gib} GiB, and a plain loop of transformers and PEFT with Liger {four_plain_ms} ms and {four_plain_gib} GiB.
+  TRL with checkpointing takes {trl_recompute_ms} ms and {trl_recompute_gib} GiB (run `14b-trl`).
+- **Products in fp8**, which are approximate: Qwen3-14B QLoRA takes {frozen_fp8_ms} ms and {frozen_fp8_gib} GiB, and
+  {frozen_bf16_ms} ms without them (run `14b-fp8`). Qwen3-8B LoRA takes {lora_fp8_ms} ms and {lora_fp8_gib} GiB from
+  CUDA graphs, Unsloth with `load_in_fp8=True` {unsloth_fp8_ms} ms and {unsloth_fp8_gib} GiB (run `8b-lora-fp8`). Every
+  weight of Qwen3-8B, recomputed, on an H100: {full_fp8_ms} ms and {full_fp8_gib} GiB, against {full_bf16_ms} ms and
+  {full_bf16_gib} GiB in bf16 (run `8b-fp8`). Kept, on an H200: {full_fp8_kept_ms} ms and {full_fp8_kept_gib} GiB (run
+  `8b-fp8-kept`).
+- **Experts, recomputed**: twelve layers of Qwen3-30B-A3B take {experts_recomputed_ms} ms and
+  {experts_recomputed_gib} GiB from CUDA graphs (run `30b-a3b-recomputed`).
+- **Padded batches**: twelve layers of gpt-oss-20b (run `gpt-oss`): ours packs and trains {gpt_oss_tokens} tokens/s in {gpt_oss_gib} GiB.
+  Unsloth gets documents sorted by length and padded: without checkpointing, sixteen in a batch,
+  {unsloth_gpt_oss_tokens} tokens/s in {unsloth_gpt_oss_gib} GiB; by default, `64` in a batch,
+  {unsloth_gpt_oss_default_tokens} tokens/s in {unsloth_gpt_oss_default_gib} GiB.
+- **One long document**: `llama-3.1-8b-lora-32k-one-document` takes {long_ms} ms and {long_gib} GiB, Unsloth without
+  checkpointing {unsloth_long_ms} ms and {unsloth_long_gib} GiB (run `32k-one-document`).
+  `qwen3-14b-10l-qlora-128k-one-document` takes {longest_ms} ms and {longest_gib} GiB under `vram_budget=33`, Unsloth's
+  default {unsloth_longest_ms} ms and {unsloth_longest_gib} GiB (run `14b-128k`). In run `128k`, layer inputs in host
+  memory and feed-forward blocks in tiles were set by hand.
+
 ### Aims that were missed
 Aims were set before the work, on an H200.
 
