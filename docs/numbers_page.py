@@ -96,6 +96,12 @@ takes {full_8_bit_ms} ms, Unsloth {unsloth_full_8_bit_ms}, and nearly all of tha
   {four_ours_gib} GiB, Unsloth {four_unsloth_ms} ms and {four_unsloth_gib} GiB, TRL with Liger {four_trl_ms} ms and
   {four_trl_gib} GiB, and a plain loop of transformers and PEFT with Liger {four_plain_ms} ms and {four_plain_gib} GiB.
   TRL with checkpointing takes {trl_recompute_ms} ms and {trl_recompute_gib} GiB (run `14b-trl`).
+- **Budgets**: Qwen3-8B QLoRA takes {small_budget_ms} ms and {small_budget_gib} GiB under `vram_budget=7.9`, Unsloth's
+  default {unsloth_8b_ms} ms and {unsloth_8b_gib} GiB (run `8b-budget`); with `bitsandbytes.optim.AdamW8bit` in both,
+  {small_budget_bnb_ms} and {unsloth_8b_bnb_ms} ms (run `8b-budget-bitsandbytes`). Qwen3-14B QLoRA in packs of `16384`
+  tokens takes {long_budget_ms} ms and {long_budget_gib} GiB under `vram_budget=13.7`, Unsloth's default
+  {unsloth_16k_ms} ms and {unsloth_16k_gib} GiB (run `14b-16k`); with that optimizer in both, {long_budget_bnb_ms} and
+  {unsloth_16k_bnb_ms} ms (run `14b-16k-bitsandbytes`).
 - **Products in fp8**, which are approximate: Qwen3-14B QLoRA takes {frozen_fp8_ms} ms and {frozen_fp8_gib} GiB, and
   {frozen_bf16_ms} ms without them (run `14b-fp8`). Qwen3-8B LoRA takes {lora_fp8_ms} ms and {lora_fp8_gib} GiB from
   CUDA graphs, Unsloth with `load_in_fp8=True` {unsloth_fp8_ms} ms and {unsloth_fp8_gib} GiB (run `8b-lora-fp8`). Every
@@ -104,7 +110,8 @@ takes {full_8_bit_ms} ms, Unsloth {unsloth_full_8_bit_ms}, and nearly all of tha
   `8b-fp8-kept`).
 - **Experts, recomputed**: twelve layers of Qwen3-30B-A3B take {experts_recomputed_ms} ms and
   {experts_recomputed_gib} GiB from CUDA graphs (run `30b-a3b-recomputed`).
-- **Padded batches**: twelve layers of gpt-oss-20b (run `gpt-oss`): ours packs and trains {gpt_oss_tokens} tokens/s in {gpt_oss_gib} GiB.
+- **Padded batches**: twelve layers of gpt-oss-20b (run `gpt-oss`): ours packs and trains {gpt_oss_tokens} tokens/s in
+  {gpt_oss_gib} GiB.
   Unsloth gets documents sorted by length and padded: without checkpointing, sixteen in a batch,
   {unsloth_gpt_oss_tokens} tokens/s in {unsloth_gpt_oss_gib} GiB; by default, `64` in a batch,
   {unsloth_gpt_oss_default_tokens} tokens/s in {unsloth_gpt_oss_default_gib} GiB.
