@@ -128,8 +128,9 @@ class PolicyTuner(ReferenceTuner):
 
     def _logged(self) -> tuple[str, ...]:
         more = ("divergence",) if self.needs_reference else ()
-        names = ("loss", "reward", "entropy", "clip_share", "length", *_OF_GROUPS, "truncated_share")
-        return *names, *more
+        # Given advantages are not rewards that a group compares.
+        of_groups = () if self.advantage == "given" else _OF_GROUPS
+        return "loss", "reward", "entropy", "clip_share", "length", *of_groups, "truncated_share", *more
 
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         """Return the log-probability of each completion, shape (C,), in the order of the pack."""
@@ -198,7 +199,8 @@ class PolicyTuner(ReferenceTuner):
             means["entropy"] = found.entropy_R.sum() / num_rows
             means["reward"] = completions.score_C.sum() / max(1, completions.num_completions)
             means["length"] = completions.count_C.sum() / max(1, completions.num_completions)
-            means.update(_group_means(completions))
+            if self.advantage != "given":
+                means.update(_group_means(completions))
             if end_ids := self._end_ids():
                 is_truncated_C = _find_truncated(completions, batch.context.labelled_target_R, end_ids=end_ids)
                 means["truncated_share"] = is_truncated_C.float().sum() / max(1, completions.num_completions)

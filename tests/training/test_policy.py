@@ -150,6 +150,14 @@ def test_deviations_are_of_groups_and_truncated_completions_have_no_end(shares_p
     assert tuner.logged["train_equal_reward_share"] == pytest.approx(2 / 5)
 
 
+def test_given_advantages_are_not_described_as_rewards_of_groups():
+    tuner = make_tuner(PolicyTuner, advantage="given")
+    step(tuner, make_groups(GROUPS))
+    assert "train_reward" in tuner.logged
+    of_groups = {"train_reward_deviation", "train_equal_reward_share"}
+    assert not of_groups & (tuner.logged.keys() | tuner.logged_names)
+
+
 def test_completions_are_not_called_truncated_where_no_end_is_known():
     tuner = make_tuner(PolicyTuner)
     step(tuner, make_groups(GROUPS))
