@@ -2,7 +2,7 @@
 #   make demo        the whole job on data that it makes itself
 #   make test        lint, types, doctests, CPU tests             make test TRANSFORMERS=5.17.0    with that version of transformers
 #   make test-gpu    the tests that need a CUDA device, on all     make test-gpu PY=python3         with an interpreter that has all of it already
-#                    cards of the machine or those in              make test-gpu GPU_WORKERS=4      four processes for each card, in place of eight
+#                    cards of the machine or those in              make test-gpu GPU_WORKERS=4      four processes for each card, in place of twelve
 #                    CUDA_VISIBLE_DEVICES
 #   make test-faults that each fault planted in a kernel turns its tests red, and the long half of kills, damage, signals, resume and dead ranks
 #   make test-lightning LIGHTNING=FOLDER   Lightning's own tests with our strategy as the default; FOLDER is a checkout of Lightning
@@ -28,7 +28,7 @@ WORKERS := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 HANGS := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
 # Tests on GPUs: processes for each card, the cards, and pairs of them without the one that is over.
-GPU_WORKERS := 8
+GPU_WORKERS := 12
 comma := ,
 CARDS = $(or $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)),$(shell nvidia-smi --query-gpu=index --format=csv,noheader))
 PAIRS = $(filter-out %$(comma),$(shell printf '%s\n' $(CARDS) | paste -d$(comma) - -))
