@@ -6,11 +6,12 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_fastft.activations.budgets import is_unified
 from lightning_fastft.activations.segments import Segment, SegmentObserver, Tensors
 from lightning_fastft.activations.slots import align
 from lightning_fastft.core.marks import Mark, has_passed, mark_time, ms_between
@@ -72,12 +73,9 @@ class SavedBytesProbe(SegmentObserver):
         self.saved_bytes: dict[int, int] = {}
         self._meter = meter
 
-    def around_kept(self, segment: Segment) -> AbstractContextManager[None]:
-        """Count while the segment's forward runs."""
-        return self._count(segment)
-
     @contextmanager
-    def _count(self, segment: Segment) -> Iterator[None]:
+    def around_kept(self, segment: Segment) -> Iterator[None]:
+        """Count while the segment's forward runs."""
         storages: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -368,7 +366,6 @@ def measure_machine(device: torch.device) -> Machine:
     """
     if device.type != "cuda":
         return Machine(device.type, 1e10, 1e10)
-    properties = torch.cuda.get_device_properties(device)
     host_out, host_in = (torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     on_device = [torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -389,4 +386,4 @@ def measure_machine(device: torch.device) -> Machine:
     torch.cuda.synchronize(device)
     seconds = [begin.elapsed_time(end) / 1e3 for begin, end in events]
     d2h, h2d = (_BANDWIDTH_COPIES * _BANDWIDTH_BYTES / second for second in seconds)
-    return Machine(properties.name, d2h, h2d, is_unified=bool(getattr(properties, "is_integrated", False)))
+    return Machine(torch.cuda.get_device_name(device), d2h, h2d, is_unified=is_unified(device))

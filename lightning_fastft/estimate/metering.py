@@ -351,11 +351,9 @@ def _count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
 def _interpolate(rates: tuple[tuple[int, int, int], ...], size: float, *, column: int) -> float:
     """Return the rate at a size, interpolated between measured sizes on a logarithmic scale."""
     size = min(max(size, rates[0][0]), rates[-1][0])
-    for low, high in pairwise(rates):
-        if size <= high[0]:
-            weight = math.log2(size / low[0]) / math.log2(high[0] / low[0])
-            return low[column] + weight * (high[column] - low[column])
-    return float(rates[-1][column])
+    low, high = next(pair for pair in pairwise(rates) if size <= pair[1][0])
+    weight = math.log2(size / low[0]) / math.log2(high[0] / low[0])
+    return low[column] + weight * (high[column] - low[column])
 
 
 def _form_of(value: Any) -> Any:
