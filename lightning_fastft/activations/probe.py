@@ -236,11 +236,8 @@ class StepProbe(SegmentObserver):
             times = times.shorter(self._previous._times(segments))
         costs = [
             self._segment_cost(
-                segment,
-                times=times,
-                input_bytes=input_bytes,
-                saved_bytes=self._saved_bytes(segment, saved_bytes[segment.index], input_bytes=input_bytes),
-            )._replace(weight_bytes=weight)
+                segment, times=times, input_bytes=input_bytes, counted=saved_bytes[segment.index], weight_bytes=weight
+            )
             for segment, weight in zip(segments, weight_bytes)
         ]
         return StepCost(
@@ -269,8 +266,13 @@ class StepProbe(SegmentObserver):
         other = max(0.0, total - head - sum(forward) - sum(recompute) - sum(backward))
         return _Times(forward, backward, recompute, values, head, other)
 
-    def _segment_cost(self, segment: Segment, *, times: _Times, input_bytes: int, saved_bytes: int) -> SegmentCost:
+    def _segment_cost(
+        self, segment: Segment, *, times: _Times, input_bytes: int, counted: int | None, weight_bytes: int
+    ) -> SegmentCost:
         index = segment.index
+        backward_bytes = self._backward_peak.get(index, 0)
+        # Without its output, which the next one counts.
+        saved_bytes = backward_bytes if counted is None else max(0, counted - input_bytes)
         values = [
             ValueCost(name, num_bytes, times.values[index][name])
             for name, (num_bytes, _) in self._values[index].items()
@@ -286,13 +288,9 @@ class StepProbe(SegmentObserver):
             values=tuple(values),
             forward_peak_bytes=self._forward_peak.get(index, 0),
             # Each backward begins with the gradient of the output.
-            backward_peak_bytes=max(0, self._backward_peak.get(index, 0) - saved_bytes) + input_bytes,
-            weight_bytes=0,
+            backward_peak_bytes=max(0, backward_bytes - saved_bytes) + input_bytes,
+            weight_bytes=weight_bytes,
         )
-
-    def _saved_bytes(self, segment: Segment, counted: int | None, *, input_bytes: int) -> int:
-        """Return what a segment saves without its output, which the next one counts."""
-        return self._backward_peak.get(segment.index, 0) if counted is None else max(0, counted - input_bytes)
 
     def _backward_times(self, num_segments: int) -> list[float]:
         """Return the backward time of each segment without recompute.

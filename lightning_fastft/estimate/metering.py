@@ -170,7 +170,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, given: tuple[Any, Any], out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> int:
         """Add the time of an operator; return the bytes of its temporary memory."""
-        if not _is_work(func, inputs, outputs):
+        if not _is_work(func, outputs):
             return 0
         packet = func._overloadpacket
         if packet in _ATTENTION:
@@ -327,7 +327,7 @@ _KERNEL_COSTS: dict[str, Callable[..., tuple[float, float]]] = {
 }
 
 
-def _is_work(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+def _is_work(func: Any, outputs: list[torch.Tensor]) -> bool:
     """Return whether an operator reads or writes elements, unlike views and allocations."""
     name = func._schema.name.split("::")[-1]
     if name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view", "lift_fresh", "set_"):

@@ -255,7 +255,7 @@ class RewardTuner(Tuner):
                 "and pad with it, or to None and score one text at a time."
             )
         if not hasattr(self.model, "peft_config"):
-            # Classifiers of transformers read it where the model of text has its configuration.
+            # Classifiers of transformers read the padding from the configuration of the text model.
             with edited_json(folder / "config.json") as config:
                 (config.get("text_config") or config)["pad_token_id"] = None if used == end else used
 
