@@ -131,11 +131,7 @@ class OffloadCheckpointing:
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep only the options in a copy or pickle; streams and pinned memory stay with the original."""
-        alone = object.__new__(type(self))
-        vars(alone).update(
-            vars(self) | {"stacks": [], "_has_segments": False, "_capped_device": None, "_last_descriptions": {}}
-        )
-        return vars(alone)
+        return vars(self) | {"stacks": [], "_has_segments": False, "_capped_device": None, "_last_descriptions": {}}
 
     def __repr__(self) -> str:
         return f"OffloadCheckpointing({self.policy!r})"

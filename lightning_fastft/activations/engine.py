@@ -275,7 +275,7 @@ class OffloadEngine:
         """Return the regions of dead allocations to the slab."""
         while self._dropped:
             region, marks = self._dropped.popleft()
-            self.slab.release(region, marks=[mark for mark in marks if mark is not None])
+            self.slab.release(region, marks=marks)
 
 
 def _tensor_in(memory: torch.Tensor, *, start: int, allocation: HostAllocation) -> torch.Tensor:

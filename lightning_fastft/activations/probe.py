@@ -6,11 +6,12 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from lightning_fastft.activations.budgets import is_unified
 from lightning_fastft.activations.segments import Segment, SegmentObserver, Tensors
 from lightning_fastft.activations.slots import align
 from lightning_fastft.core.marks import Mark, has_passed, mark_time, ms_between
@@ -72,12 +73,9 @@ class SavedBytesProbe(SegmentObserver):
         self.saved_bytes: dict[int, int] = {}
         self._meter = meter
 
-    def around_kept(self, segment: Segment) -> AbstractContextManager[None]:
-        """Count while the segment's forward runs."""
-        return self._count(segment)
-
     @contextmanager
-    def _count(self, segment: Segment) -> Iterator[None]:
+    def around_kept(self, segment: Segment) -> Iterator[None]:
+        """Count while the segment's forward runs."""
         storages: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,11 +236,8 @@ class StepProbe(SegmentObserver):
             times = times.shorter(self._previous._times(segments))
         costs = [
             self._segment_cost(
-                segment,
-                times=times,
-                input_bytes=input_bytes,
-                saved_bytes=self._saved_bytes(segment, saved_bytes[segment.index], input_bytes=input_bytes),
-            )._replace(weight_bytes=weight)
+                segment, times=times, input_bytes=input_bytes, counted=saved_bytes[segment.index], weight_bytes=weight
+            )
             for segment, weight in zip(segments, weight_bytes)
         ]
         return StepCost(
@@ -271,8 +266,13 @@ class StepProbe(SegmentObserver):
         other = max(0.0, total - head - sum(forward) - sum(recompute) - sum(backward))
         return _Times(forward, backward, recompute, values, head, other)
 
-    def _segment_cost(self, segment: Segment, *, times: _Times, input_bytes: int, saved_bytes: int) -> SegmentCost:
+    def _segment_cost(
+        self, segment: Segment, *, times: _Times, input_bytes: int, counted: int | None, weight_bytes: int
+    ) -> SegmentCost:
         index = segment.index
+        backward_bytes = self._backward_peak.get(index, 0)
+        # Without its output, which the next one counts.
+        saved_bytes = backward_bytes if counted is None else max(0, counted - input_bytes)
         values = [
             ValueCost(name, num_bytes, times.values[index][name])
             for name, (num_bytes, _) in self._values[index].items()
@@ -288,13 +288,9 @@ class StepProbe(SegmentObserver):
             values=tuple(values),
             forward_peak_bytes=self._forward_peak.get(index, 0),
             # Each backward begins with the gradient of the output.
-            backward_peak_bytes=max(0, self._backward_peak.get(index, 0) - saved_bytes) + input_bytes,
-            weight_bytes=0,
+            backward_peak_bytes=max(0, backward_bytes - saved_bytes) + input_bytes,
+            weight_bytes=weight_bytes,
         )
-
-    def _saved_bytes(self, segment: Segment, counted: int | None, *, input_bytes: int) -> int:
-        """Return what a segment saves without its output, which the next one counts."""
-        return self._backward_peak.get(segment.index, 0) if counted is None else max(0, counted - input_bytes)
 
     def _backward_times(self, num_segments: int) -> list[float]:
         """Return the backward time of each segment without recompute.
@@ -368,7 +364,6 @@ def measure_machine(device: torch.device) -> Machine:
     """
     if device.type != "cuda":
         return Machine(device.type, 1e10, 1e10)
-    properties = torch.cuda.get_device_properties(device)
     host_out, host_in = (torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     on_device = [torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -389,4 +384,4 @@ def measure_machine(device: torch.device) -> Machine:
     torch.cuda.synchronize(device)
     seconds = [begin.elapsed_time(end) / 1e3 for begin, end in events]
     d2h, h2d = (_BANDWIDTH_COPIES * _BANDWIDTH_BYTES / second for second in seconds)
-    return Machine(properties.name, d2h, h2d, is_unified=bool(getattr(properties, "is_integrated", False)))
+    return Machine(torch.cuda.get_device_name(device), d2h, h2d, is_unified=is_unified(device))

@@ -128,8 +128,11 @@ class SegmentStack(PlannedStack):
         tiles.
         """
         is_keeping = self.measurement.is_keeping
-        if self.can_stream and self._stream_and_measure_again():
-            return True
+        if self.can_stream:
+            self.measurement.restart()
+            gc.collect()
+            if self._stream_first(self._device):
+                return True
         if is_keeping:
             self.measurement.stop_keeping()
             gc.collect()
@@ -373,12 +376,6 @@ class SegmentStack(PlannedStack):
         self.trained_bytes = self._gathered.trained_bytes(num_kept)
         self.describe_gathered = functools.partial(str, self._gathered.describe(num_kept))
         self._gathered = None
-
-    def _stream_and_measure_again(self) -> bool:
-        """Move the frozen weights to the host because the first steps do not fit with them on the device."""
-        self.measurement.restart()
-        gc.collect()
-        return self._stream_first(self._device)
 
     def _stream_first(self, device: torch.device) -> bool:
         """Move the frozen weights to the host before the first plan; return whether they moved."""

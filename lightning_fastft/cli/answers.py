@@ -54,7 +54,7 @@ _CLASS_MODULES = {
     "data": ("lightning_fastft",),
 }
 # Options for a model and for data, by the option of their class.
-_PLACES = {"model": "model.model", "data": "data.paths"}
+PLACES = {"model": "model.model", "data": "data.paths"}
 _SCHEDULE = re.compile(r"transformers\.(?:optimization\.)?get_\w*schedule")
 _HINT_SCHEDULE = (
     "hint: schedules of transformers are functions, and a config names classes: write --model.scheduler cosine "
@@ -148,8 +148,8 @@ def _explain_no_class(option: str, name: str) -> str:
     hint = hint_value(option, name)
     if not hint and (near := _find_near_classes(option, name)):
         hint = f"hint: did you mean {'lightning_fastft.' if near == name else ''}{near}?\n"
-    elif not hint and option in _PLACES:
-        hint = f"hint: --{option} names a class; did you mean --{_PLACES[option]} {name}?\n"
+    elif not hint and option in PLACES:
+        hint = f"hint: --{option} names a class; did you mean --{PLACES[option]} {name}?\n"
     return f"error: {option}: there is no class {name}\n{hint}" if hint else ""
 
 

@@ -6,14 +6,15 @@ import argparse
 import ast
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_fastft.cli.other_names import advise_value, find_option, hint_argument, is_unnamed
 from lightning_fastft.cli.usage import HELP
 from lightning_fastft.core.checks import check_share
-from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.rows.template_options import check_template_options
 
 COLUMNS_OPTION = "--data.columns."
@@ -167,20 +168,26 @@ def read_variables(text: str | None) -> dict[str, Any]:
     Raises:
         OptionError: They are not a JSON object.
     """
-    try:
+    with data_options_named():
         return check_template_options(text)
-    except OptionError as error:
-        raise OptionError(name_data_options(str(error))) from error
 
 
-def name_data_options(message: str) -> str:
-    """Return an error of the data with the options as ``add_data_options`` spells them.
+@contextmanager
+def data_options_named() -> Iterator[None]:
+    """Spell options in errors of the data in a block as ``add_data_options`` does.
 
     Example:
-        >>> name_data_options("Raise max_tokens to 90, or use too_long='truncate'.")
-        'Raise --max-tokens to 90, or use --too-long truncate.'
+        >>> with data_options_named():
+        ...     raise DataError("Raise max_tokens to 90, or use too_long='truncate'.")
+        Traceback (most recent call last):
+            ...
+        lightning_fastft.core.errors.DataError: Raise --max-tokens to 90, or use --too-long truncate.
     """
-    return _ADVISED.sub(lambda found: _dashed(found[1]) + (f" {found[2]}" if found[2] else ""), message)
+    try:
+        yield
+    except (DataError, OptionError) as error:
+        message = _ADVISED.sub(lambda found: _dashed(found[1]) + (f" {found[2]}" if found[2] else ""), str(error))
+        raise type(error)(message) from error
 
 
 def _dashed(name: str) -> str:

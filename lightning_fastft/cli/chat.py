@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_fastft.cli.arguments import Arguments, name_data_options, read_variables
+from lightning_fastft.cli.arguments import Arguments, data_options_named, read_variables
 from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import OptionError, printable
@@ -88,10 +88,8 @@ def _uses_template(args: Namespace, tokenizer: Any, *, name: str) -> bool:
             reason = "--plain uses none" if args.plain else "the tokenizer has none"
             raise OptionError(f"{option} needs a chat template, and {reason}. Remove {option}.")
     if has_template:
-        try:
+        with data_options_named():
             check_template_reads(args.chat_template_kwargs, template=read_template(tokenizer, None))
-        except OptionError as error:
-            raise OptionError(name_data_options(str(error))) from error
     return has_template
 
 

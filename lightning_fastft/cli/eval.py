@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_fastft.cli.arguments import (
     Arguments,
     add_data_options,
-    name_data_options,
+    data_options_named,
     read_data_options,
     take_columns,
 )
 from lightning_fastft.cli.trained.opening import add_options, read_request
 from lightning_fastft.core.checks import check_int
-from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
+from lightning_fastft.core.errors import MissingDependencyError, OptionError
 from lightning_fastft.core.extras import pip_line
 from lightning_fastft.packing.reading.sources import check_exists
 
@@ -91,10 +91,8 @@ def _evaluate(module: FineTuner, args: Namespace) -> dict[str, Any]:
         enable_progress_bar=not args.json,
         enable_model_summary=False,
     )
-    try:
+    with data_options_named():
         [found] = trainer.test(module, datamodule=data, verbose=False)
-    except (DataError, OptionError) as error:
-        raise type(error)(name_data_options(str(error))) from error
     subset = data.subset("test")
     assert subset is not None
     results = {

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from lightning_fastft.cli.arguments import (
     Arguments,
     add_data_options,
-    name_data_options,
+    data_options_named,
     read_data_options,
     read_path,
     take_columns,
 )
-from lightning_fastft.core.errors import DataError, OptionError, UnsupportedModelError
+from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.core.files import find_write_obstacle
 from lightning_fastft.core.phases import phase
 from lightning_fastft.estimate.machines import Gpu, find_gpu
@@ -135,11 +135,8 @@ def _choose(args: Namespace) -> Recipe:
     gpu, host_bytes = args.gpu, _ASSUMED_HOST_GIB * _GIB
     if gpu is None and torch.cuda.is_available():
         gpu, host_bytes = find_gpu(torch.cuda.get_device_name()), auto_host_bytes()
-    with phase("reading the data"):
-        try:
-            lengths = measure_lengths(args.data, source=source, reading=args.reading)
-        except (DataError, OptionError) as error:
-            raise type(error)(name_data_options(str(error))) from error
+    with phase("reading the data"), data_options_named():
+        lengths = measure_lengths(args.data, source=source, reading=args.reading)
     length_N = lengths.length_N
     tokens = choose_pack_tokens(length_N * ASSUMED_MARGIN if lengths.assumption else length_N, most=most)
     planned: Planned | None = None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from lightning_fastft.cli.answers import explain_refusal
+from lightning_fastft.cli.answers import PLACES, explain_refusal
 from lightning_fastft.cli.option_order import check_order
 from lightning_fastft.cli.signatures import passes_on_options, read_options
 from lightning_fastft.cli.types import find_wrong_type
@@ -298,7 +298,7 @@ def _option_meant(option: Option) -> str:
     if Path(value).suffix in (".yaml", ".yml"):
         return ""
     is_place = "/" in value or Path(value).exists()
-    return {"model": "model.model", "data": "data.paths"}[option.key] if is_place else ""
+    return PLACES[option.key] if is_place else ""
 
 
 def _check_value(command: str, option: Option, *, head: str, name: str, owner: str) -> None:

@@ -165,17 +165,19 @@ def check_checkpoint(path: object) -> None:
         raise OptionError(
             "ckpt_path: 'best' is known only to the process that trained. Name the file that ModelCheckpoint wrote."
         )
-    if path is not None and (":" in str(path)) and not Path(str(path)).exists():
+    if path is None:
+        return
+    place, is_word = Path(str(path)), str(path) in CHECKPOINT_WORDS
+    if ":" in str(path) and not place.exists():
         raise OptionError(
             f"ckpt_path must be a local file or folder, or 'last', got {path!r}. Copy the checkpoint to a "
             "local folder first."
         )
-    if path is not None and str(path) not in CHECKPOINT_WORDS and not Path(str(path)).exists():
+    if not is_word and not place.exists():
         raise OptionError(f"ckpt_path: there is nothing at {path} (searched from {Path.cwd()}).")
-    inside = name_checkpoint(Path(str(path)))
-    if path is not None and str(path) not in CHECKPOINT_WORDS and (kind := _kind_of_other(Path(str(path)))):
+    if not is_word and (kind := _kind_of_other(place)):
         raise OptionError(f"ckpt_path: {path} is no checkpoint, but {kind}.")
-    if path is not None and inside:
+    if inside := name_checkpoint(place):
         raise OptionError(f"ckpt_path: {path} is a folder with checkpoints. Name one of them: --ckpt_path {inside}")
 
 

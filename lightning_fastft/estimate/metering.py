@@ -170,7 +170,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, given: tuple[Any, Any], out: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> int:
         """Add the time of an operator; return the bytes of its temporary memory."""
-        if not _is_work(func, inputs, outputs):
+        if not _is_work(func, outputs):
             return 0
         packet = func._overloadpacket
         if packet in _ATTENTION:
@@ -327,7 +327,7 @@ _KERNEL_COSTS: dict[str, Callable[..., tuple[float, float]]] = {
 }
 
 
-def _is_work(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+def _is_work(func: Any, outputs: list[torch.Tensor]) -> bool:
     """Return whether an operator reads or writes elements, unlike views and allocations."""
     name = func._schema.name.split("::")[-1]
     if name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view", "lift_fresh", "set_"):
@@ -351,11 +351,9 @@ def _count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
 def _interpolate(rates: tuple[tuple[int, int, int], ...], size: float, *, column: int) -> float:
     """Return the rate at a size, interpolated between measured sizes on a logarithmic scale."""
     size = min(max(size, rates[0][0]), rates[-1][0])
-    for low, high in pairwise(rates):
-        if size <= high[0]:
-            weight = math.log2(size / low[0]) / math.log2(high[0] / low[0])
-            return low[column] + weight * (high[column] - low[column])
-    return float(rates[-1][column])
+    low, high = next(pair for pair in pairwise(rates) if size <= pair[1][0])
+    weight = math.log2(size / low[0]) / math.log2(high[0] / low[0])
+    return low[column] + weight * (high[column] - low[column])
 
 
 def _form_of(value: Any) -> Any:

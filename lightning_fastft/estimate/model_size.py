@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -122,13 +121,12 @@ def measure_model(
     has_adapters = any(not parameter.requires_grad for parameter in model.parameters())
     num_heads, head_width = _heads(config)
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    itemsize = torch.empty(0, dtype=model.dtype).element_size()
     return ModelSize(
         layers=tuple(layers),
         root=root,
-        trained_itemsize=4 if has_adapters else itemsize,
+        trained_itemsize=4 if has_adapters else model.dtype.itemsize,
         state_itemsize=(cost.base_bytes - cost.shared_bytes - frozen_bytes) / max(1, num_trained),
-        itemsize=itemsize,
+        itemsize=model.dtype.itemsize,
         width=config.hidden_size,
         num_heads=num_heads,
         attention_columns=(num_heads + 2 * num_kv_heads) * head_width,

@@ -120,7 +120,6 @@ class Fp8Base:
         self._read, self._find = read, find
         self._sharded_note = ""
         self._buffers: dict[torch.device, torch.Tensor] = {}
-        self._obstacles: dict[torch.device, str] = {}
         self._seen: Status | None = None
 
     def install(self, patcher: ModelPatcher) -> None:
@@ -237,9 +236,7 @@ class Fp8Base:
         """Return why products for rows of this dtype cannot compute in fp8 on a device; empty if they can."""
         if self.is_emulated:
             return "" if dtype in TRITON_DTYPES else f"rows are in {dtype}"
-        if device not in self._obstacles:
-            self._obstacles[device] = find_obstacle(device)
-        return self._obstacles[device] or (
+        return find_obstacle(device) or (
             "" if dtype is torch.bfloat16 else f"fp8 products return bf16, and rows are in {dtype}"
         )
 

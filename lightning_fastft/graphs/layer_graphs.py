@@ -161,10 +161,6 @@ class LayerGraphs:
         condition = "" if self._pace is None else " if training is launch-bound"
         return Status(STATUS_NAME, "active", f"{len(self._layers)} layers, recorded after the first steps{condition}")
 
-    def has_recordings(self, index: int) -> bool:
-        """Return whether a layer has a recording."""
-        return any(index in bucket.recordings for bucket in self.pack_buckets)
-
     @property
     def pack_buckets(self) -> list[PackBucket]:
         """The buckets that packs run from."""
@@ -326,7 +322,7 @@ class _LayerGraph:
     @property
     def has_recordings(self) -> bool:
         """Whether the layer has a recording."""
-        return self._graphs.has_recordings(self._index)
+        return any(self._index in bucket.recordings for bucket in self._graphs.pack_buckets)
 
     def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the layer from its graph if one fits this call, else eagerly."""

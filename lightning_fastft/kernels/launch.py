@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 class LaunchRecorder(TorchDispatchMode):
     """Record launches of operations on the meta device, which then choose their Triton kernels as on CUDA.
 
-    Args:
+    Attributes:
         launches: One launch for each code that Triton compiles, in the order of the first launches.
 
     Example:

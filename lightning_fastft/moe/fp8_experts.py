@@ -24,6 +24,7 @@ from lightning_fastft.activations.host_parameter import is_plain
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import Status, summarize_obstacles
 from lightning_fastft.hf.expert_nf4 import stack_names
+from lightning_fastft.kernels.backends import TRITON_DTYPES
 from lightning_fastft.kernels.fp8_linear.op import ALIGNED_COLUMNS, find_obstacle, quantise_rows, transpose
 from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.op import grouped_mm_fp8
@@ -192,7 +193,6 @@ class Fp8Experts:
             for layer, modules in layers
             for module in modules
         ]
-        self._obstacles: dict[torch.device, str] = {}
         self._seen: Status | None = None
 
     def install(self, patcher: ModelPatcher) -> None:
@@ -246,10 +246,8 @@ class Fp8Experts:
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
         """Return why stacks of this dtype cannot compute in fp8 on a device; empty if they can."""
         if self.is_emulated:
-            return "" if dtype in (torch.bfloat16, torch.float16, torch.float32) else f"the weights are {dtype}"
-        if device not in self._obstacles:
-            self._obstacles[device] = find_obstacle(device)
-        return self._obstacles[device] or ("" if dtype is torch.bfloat16 else f"the weights are {dtype}, not bf16")
+            return "" if dtype in TRITON_DTYPES else f"the weights are {dtype}"
+        return find_obstacle(device) or ("" if dtype is torch.bfloat16 else f"the weights are {dtype}, not bf16")
 
 
 def read_fp8(module: nn.Module, name: str) -> Fp8Stack | None:

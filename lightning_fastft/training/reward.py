@@ -19,6 +19,7 @@ from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.needs import DataNeeds, LossUnit
 from lightning_fastft.training.losses import reward_pair_loss
+from lightning_fastft.training.model.construction import find_base
 from lightning_fastft.training.tuner import Tuner
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class RewardTuner(Tuner):
     ) -> None:
         super().__init__(model, **options)
         if self.model is not None:
-            _refuse_classifier(type(_find_base(self.model)).__name__)
+            _refuse_classifier(type(find_base(self.model)).__name__)
         self.lora = _without_heads(self.lora)
         self.loss = check_choice("loss", loss, tuple(FORMATS))
         self.read = check_choice("read", read, ("last", "mean"))
@@ -120,7 +121,7 @@ class RewardTuner(Tuner):
 
         It is that of the folder ``adapter`` if this has one.
         """
-        model = _find_base(model)
+        model = find_base(model)
         config = model.config.get_text_config(decoder=True)
         # A model that is sharded while it is filled is on the meta device, and what fills it does not know the head.
         device = "cpu" if model.device.type == "meta" else model.device
@@ -145,7 +146,7 @@ class RewardTuner(Tuner):
             language_head.requires_grad_(False)
 
     def _find_head(self, model: Any) -> nn.Linear:
-        head: nn.Linear = getattr(_find_base(model), HEAD)
+        head: nn.Linear = getattr(find_base(model), HEAD)
         return head
 
     def predict_step(self, batch: PackedBatch, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
@@ -254,12 +255,9 @@ class RewardTuner(Tuner):
                 "and pad with it, or to None and score one text at a time."
             )
         if not hasattr(self.model, "peft_config"):
-            _write_pad_token(folder, None if used == end else used)
-
-
-def _find_base(model: Any) -> Any:
-    """Return the transformers model inside a PEFT model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+            # Classifiers of transformers read the padding from the configuration of the text model.
+            with edited_json(folder / "config.json") as config:
+                (config.get("text_config") or config)["pad_token_id"] = None if used == end else used
 
 
 def _refuse_classifier(name: str) -> None:
@@ -276,7 +274,7 @@ def _without_heads(lora: LoraConfig | None) -> LoraConfig | None:
     """Return a LoRA configuration without the head, which is trained and saved whole in any case."""
     if lora is not None and lora.modules_to_save:
         lora = copy.copy(lora)
-        lora.modules_to_save = [name for name in lora.modules_to_save or () if name not in _HEADS_OF_PEFT] or None
+        lora.modules_to_save = [name for name in lora.modules_to_save if name not in _HEADS_OF_PEFT] or None
     return lora
 
 
@@ -316,12 +314,6 @@ def _add_head_to_adapters(folder: Path, head: nn.Linear, *, task_type: str) -> N
     with edited_json(folder / "adapter_config.json") as config:
         config["task_type"] = task_type
         config["modules_to_save"] = sorted({*(config.get("modules_to_save") or ()), HEAD})
-
-
-def _write_pad_token(folder: Path, token: int | None) -> None:
-    """Write the padding of a whole model into its configuration, where classifiers of transformers read it."""
-    with edited_json(folder / "config.json") as config:
-        (config.get("text_config") or config)["pad_token_id"] = token
 
 
 def _rename_architecture(folder: Path, *, kind: str) -> None:

@@ -17,7 +17,7 @@ from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.training.hyperparameters import to_logged
-from lightning_fastft.training.model.construction import check_early_callbacks
+from lightning_fastft.training.model.construction import check_early_callbacks, find_base
 from lightning_fastft.training.model.evaluation import EvaluatedCausalLM
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
 from lightning_fastft.training.model.options import (
@@ -262,7 +262,7 @@ class Tuner(EvaluatedCausalLM):
         if id(model) not in self._checked_models:
             from lightning_fastft.patches.head import check_objective
 
-            check_objective(model.get_base_model() if hasattr(model, "peft_config") else model)
+            check_objective(find_base(model))
             self._checked_models.add(id(model))
         return model
 

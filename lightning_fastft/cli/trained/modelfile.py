@@ -138,7 +138,7 @@ def _split(render: Callable[..., str], *, one: Sequence[Message], more: Sequence
     if not middle.startswith(tail):
         raise ValueError("the end of a message depends on the next one")
     # After a default system message both also have the end of the message before.
-    user_begin = _common_end(lead, last).removeprefix(tail)
+    user_begin = _common_start(lead[::-1], last[::-1])[::-1].removeprefix(tail)
     around = {"user": (user_begin, tail), "assistant": (middle[len(tail) :], last[: len(last) - len(user_begin)])}
     begin = lead[: len(lead) - len(user_begin)]
     try:
@@ -174,11 +174,6 @@ def _cut(text: str, content: str) -> tuple[str, str]:
     if not found:
         raise ValueError("a message is left out or changed")
     return before, after
-
-
-def _common_end(one: str, other: str) -> str:
-    """Return the longest common end of two texts."""
-    return _common_start(one[::-1], other[::-1])[::-1]
 
 
 def _common_start(one: str, other: str) -> str:

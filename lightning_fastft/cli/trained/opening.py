@@ -200,6 +200,7 @@ def _open_checkpoint(request: Request) -> Opened:
 
     from lightning_fastft.hf.generation import add_stop
     from lightning_fastft.training.fine_tuner import FineTuner
+    from lightning_fastft.training.model.construction import find_base
     from lightning_fastft.training.model.run_record import RUN_KEY
 
     content = _read_checkpoint(request.source)
@@ -230,15 +231,11 @@ def _open_checkpoint(request: Request) -> Opened:
     # Remove low-precision copies of the adapters, so that the model computes as PEFT does.
     module.teardown("export")
     if module.answer_end is not None:
-        _find_base(module.model).generation_config = add_stop(module.model.generation_config, module.answer_end)
+        find_base(module.model).generation_config = add_stop(module.model.generation_config, module.answer_end)
     if module.tokenizer is not None:
         module.tokenizer.chat_template = module.trained_tokenizer.chat_template
     record = {name: content.get(name) for name in ("hyper_parameters", RUN_KEY, COMMAND_KEY)}
     return _finish(module, notes, record=record, source=module.source)
-
-
-def _find_base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _tuner_options(request: Request, content: dict[str, Any]) -> dict[str, Any]:

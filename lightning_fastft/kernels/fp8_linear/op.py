@@ -23,6 +23,7 @@ a graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +43,7 @@ ALIGNED_COLUMNS = 16
 LEAST_CAPABILITY = (8, 9)
 
 
+@functools.cache
 def find_obstacle(device: torch.device) -> str:
     """Return why a device does not support fp8 products; an empty string if it does.
 

@@ -285,8 +285,8 @@ def _read_parquet(path: Path, wanted: frozenset[str] | None) -> Iterator[RawRow]
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = None if wanted is None else [name for name in file.schema_arrow.names if name in wanted]
-            for raw, num_absent in read_arrow_rows(file.iter_batches(batch_size=_BATCH_ROWS, columns=columns)):
-                number += 1
+            rows = read_arrow_rows(file.iter_batches(batch_size=_BATCH_ROWS, columns=columns))
+            for number, (raw, num_absent) in enumerate(rows, start=1):
                 yield RawRow(number, raw, num_absent)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} cannot be read after row {number}: {error}") from error
@@ -354,8 +354,7 @@ def _open_dataset(dataset: Any, *, name: str) -> Source:
         )
         number = 0
         try:
-            for raw, num_absent in read_arrow_rows(batches):
-                number += 1
+            for number, (raw, num_absent) in enumerate(read_arrow_rows(batches), start=1):
                 yield RawRow(number, raw, num_absent)
         except (OSError, ValueError) as error:
             raise DataError(f"{name} cannot be read after row {number}: {error}") from error

@@ -176,12 +176,13 @@ def cut_completions(
     start_C = num_prompt + np.cumsum([0, *lengths[:-1]])
     kept_T = np.zeros(len(input_ids), dtype=bool)
     kept_T[:num_prompt] = True
-    for number, (start, length) in enumerate(zip(start_C.tolist(), lengths)):
-        kept_T[start : start + min(length, share)] = True
-        if not is_trained[start : start + min(length, share)].any():
+    kept_C = [min(length, share) for length in lengths]
+    for number, (start, length) in enumerate(zip(start_C.tolist(), kept_C)):
+        kept_T[start : start + length] = True
+        if not is_trained[start : start + length].any():
             raise RowRejectedError(ALL_MASKED_TRUNCATED, f"completion {number + 1}, cut to {share} tokens")
     if must_differ:
-        chosen, rejected = (input_ids[start : start + min(length, share)] for start, length in zip(start_C, lengths))
+        chosen, rejected = (input_ids[start : start + length] for start, length in zip(start_C, kept_C))
         if np.array_equal(chosen, rejected):
             raise RowRejectedError(SAME_COMPLETIONS_TRUNCATED, f"cut to {share} tokens")
     log_probs = completions.log_probs
@@ -189,7 +190,7 @@ def cut_completions(
         input_ids[kept_T],
         is_trained[kept_T],
         Segments(
-            (num_prompt, *(min(length, share) for length in lengths)),
+            (num_prompt, *kept_C),
             completions.scores,
             None if log_probs is None else log_probs[kept_T],
         ),

@@ -106,13 +106,13 @@ class FormatOptions:
         check_choice("loss_on", self.loss_on, ("completion", "all"))
         check_choice("too_long", self.too_long, ("refuse", "truncate", "split"))
         check_choice("extra_columns", self.extra_columns, ("refuse", "ignore"))
-        for name in self.columns or {}:
+        for name, theirs in (self.columns or {}).items():
             if name not in COLUMN_NAMES:
                 raise OptionError(
                     f"columns maps {name!r}, which is not a column of any format. Allowed are "
                     f"{', '.join(sorted(COLUMN_NAMES))}."
                 )
-            check_string(f"columns[{name!r}]", (self.columns or {})[name])
+            check_string(f"columns[{name!r}]", theirs)
 
 
 def detect_format(columns: Sequence[str] | frozenset[str], *, options: FormatOptions) -> str | None:

@@ -30,6 +30,8 @@ _TOOL = {
         "required": ["city"],
     },
 }
+_TOOLS = [{"type": "function", "function": _TOOL}]
+_CALL = {"type": "function", "id": "call00001", "function": {"name": _TOOL["name"], "arguments": _ARGUMENTS}}
 # How Python, and not JSON, writes the arguments, and how JSON writes a JSON text.
 _WRONG_ARGUMENTS = re.compile(rf"'{_ARGUMENT}'|\\\"{_ARGUMENT}\\\"")
 
@@ -111,11 +113,9 @@ class MessageShapes:
     @functools.cached_property
     def _argument_form(self) -> str:
         """How the template takes the arguments of tool calls: "object", "text" or "dropped"."""
-        call = {"type": "function", "id": "call00001", "function": {"name": _TOOL["name"], "arguments": _ARGUMENTS}}
-        forms = {"object": call, "text": _map_arguments(call, _to_text)}
+        forms = {"object": _CALL, "text": _map_arguments(_CALL, _to_text)}
         texts = {
-            form: self._probe(_answer(content="", tool_calls=[given]), tools=[{"type": "function", "function": _TOOL}])
-            for form, given in forms.items()
+            form: self._probe(_answer(content="", tool_calls=[given]), tools=_TOOLS) for form, given in forms.items()
         }
         for form, text in texts.items():
             if text is not None and _ARGUMENT in text and not _WRONG_ARGUMENTS.search(text):
@@ -135,15 +135,13 @@ class MessageShapes:
     @functools.cached_property
     def _shown_results(self) -> frozenset[str]:
         """Roles under which the template shows the result of a tool."""
-        call = {"type": "function", "id": "call00001", "function": {"name": _TOOL["name"], "arguments": _ARGUMENTS}}
-        calling, answer = self._shape(_answer(content="", tool_calls=[call])), self._shape(_answer(content=_ANSWER))
+        calling, answer = self._shape(_answer(content="", tool_calls=[_CALL])), self._shape(_answer(content=_ANSWER))
         question = self._shape({"role": "user", "content": _QUESTION})
         result = self._shape({"role": "tool", "name": "probe", "tool_call_id": "call00001", "content": _RESULT})
-        before, tools = [question, calling], [{"type": "function", "function": _TOOL}]
         return frozenset(
             role
             for role in RESULT_ROLES
-            if _RESULT in (self._try([*before, result | {"role": role}, answer], tools=tools) or "")
+            if _RESULT in (self._try([question, calling, result | {"role": role}, answer], tools=_TOOLS) or "")
         )
 
     def _probe(self, answer: dict[str, Any], *, tools: list[Any] | None) -> str | None:

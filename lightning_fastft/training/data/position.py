@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.document import Document
 
@@ -42,13 +43,7 @@ def check_ranks_agree(description: Mapping[str, Any]) -> None:
     Raises:
         DataError: Plans differ.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    world_size = torch.distributed.get_world_size()
-    if world_size == 1:
-        return
-    descriptions: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(descriptions, description)
+    descriptions = on_all_ranks(lambda: description, error=DataError)
     for rank, other in enumerate(descriptions):
         if other != descriptions[0]:
             raise DataError(f"Rank 0 plans {descriptions[0]}, rank {rank} plans {other}. Give all ranks the same data.")

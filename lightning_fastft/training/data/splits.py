@@ -116,7 +116,8 @@ class SplitDataModule(RecordedDataModule):
         self._given_tokenizer = tokenizer
         self._tokenizer: Any = tokenizer_of(tokenizer)
         self._weights: dict[str, float] | None = dict(sources["train"]) if is_mapping(sources["train"]) else None
-        self._mixture: list[MixedSource] = []
+        # What each source of a mixture has of an epoch, after ``setup("fit")``; empty without a mixture.
+        self.mixture: list[MixedSource] = []
         self._tokenized: dict[str, tuple[Any, TokenizedDataset]] = {}
         self._subsets: dict[str, DocumentSubset] = {}
         self._packs: dict[str, Packs] = {}
@@ -164,11 +165,6 @@ class SplitDataModule(RecordedDataModule):
     def named_sets(self, split: str) -> dict[str, tuple[DocumentSubset, Packs]]:
         """Return documents and packs of each named set of a split; empty for data without names."""
         return self._named.get(check_choice("split", split, SPLITS), {})
-
-    @property
-    def mixture(self) -> list[MixedSource]:
-        """What each source of a mixture has of an epoch, after ``setup("fit")``; empty without a mixture."""
-        return self._mixture
 
     def report(self, split: str) -> Any:
         """Return the ingest report of a split; None where there is no such data of its own."""
@@ -281,8 +277,8 @@ class SplitDataModule(RecordedDataModule):
         dataset = self._tokenized["train"][1]
         number_N = np.arange(len(dataset)) if subset.index_N is None else subset.index_N
         source_N = np.repeat(np.arange(len(weights)), dataset.report.documents_per_entry)[number_N]
-        index_M, self._mixture = mix_sources(weights, length_N=subset.length_N, source_N=source_N, seed=self.seed)
-        for source in self._mixture:
+        index_M, self.mixture = mix_sources(weights, length_N=subset.length_N, source_N=source_N, seed=self.seed)
+        for source in self.mixture:
             rank_zero_info(f"mixture: {printable(str(source))}")
         return self._make_subset(dataset, number_N[index_M])
 

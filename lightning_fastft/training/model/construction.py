@@ -186,6 +186,11 @@ def place_adapters(strategy: Strategy | None) -> AdapterPlacement:
     return strategy.adapters if isinstance(strategy, FastFTFSDPStrategy) else "shard"
 
 
+def find_base(model: Any) -> Any:
+    """Return the transformers model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 def find_device(module: LightningModule) -> torch.device:
     """Return the device of this rank."""
     return module.device if module._trainer is None else module.trainer.strategy.root_device
