@@ -74,6 +74,8 @@ class OptimizerTwin:
             _options_on_meta(group, optimizer) | {"params": list(dict.fromkeys(twins))}
             for group, twins in zip(optimizer.param_groups, self._twins)
         ]
+        if is_schedule_free(twin):
+            twin.train()  # type: ignore[attr-defined]
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -144,6 +146,19 @@ def measure_state(optimizer: Optimizer) -> list[StateBytes] | None:
     except REFUSALS:
         return None
     return twin.state_bytes()
+
+
+def is_schedule_free(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer switches its parameters between two points, as those of the package schedulefree do.
+
+    Source:
+        The test of transformers.Trainer.
+
+    Example:
+        >>> is_schedule_free(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]))
+        False
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def is_known(optimizer: Optimizer) -> bool:
