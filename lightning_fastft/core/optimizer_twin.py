@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Optimizers whose step changes nothing but parameters and state, by the start of their module.
-_KNOWN_MODULES = ("torch.optim.", "bitsandbytes.optim.")
+_KNOWN_MODULES = ("torch.optim.", "bitsandbytes.optim.", "lightning_fastft.")
 # bitsandbytes keeps the moments of smaller parameters on the device.
 _LEAST_PAGED_VALUES = 1e5
 _PAGED = ("state1", "state2")
@@ -162,7 +162,7 @@ def is_schedule_free(optimizer: Optimizer) -> bool:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of PyTorch or bitsandbytes, whose step has no other effect.
+    """Return whether an optimizer is one of PyTorch, bitsandbytes or this package, whose step has no other effect.
 
     Example:
         >>> is_known(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]))

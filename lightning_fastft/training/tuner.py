@@ -420,6 +420,9 @@ class Tuner(AveragedCausalLM):
             options["fast"] = find_fast_parameters(self.named_parameters())
             options["fast_ratio"] = self.loraplus_lr_ratio
         if self.optimizer_factory is not None:
+            from lightning_fastft.hf.embeddings import find_token_parameters
+
+            options["of_tokens"] = find_token_parameters(self)
             return call_factory(self.optimizer_factory, parameters, model_name=model_name, **options)
         return choose_optimizer(parameters, trainer=self.trainer, **options)
 

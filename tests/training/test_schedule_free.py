@@ -19,6 +19,7 @@ from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.fine_tuners import trainable, tuner
 from tests.support.schedule_free import ScheduleFreeSGD
 from tests.support.training_parts import packed_batches, quiet_trainer
+from tests.training.test_rollouts import make_parts
 
 NAMES = ("ScheduleFreeSGD", "AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")
 
@@ -85,8 +86,8 @@ def fit(module, folder, *, num_steps=6, callbacks=(), ckpt_path=None, has_valida
     return trainer
 
 
-def saving(folder, **options):
-    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, **options)
+def saving(folder, *, every=1):
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,7 +98,7 @@ def test_validations_saves_and_the_end_have_the_average_and_change_nothing(tmp_p
     fit(module, tmp_path, callbacks=[plain, ModelCheckpoint(tmp_path / "plain", every_n_epochs=100)])
     busy = make_tuner(mode, name=name)
     trainer = fit(
-        busy, tmp_path, callbacks=[watched, saving(tmp_path)], has_validation=True, val_check_interval=1,
+        busy, tmp_path, callbacks=[watched, saving(tmp_path, every=2)], has_validation=True, val_check_interval=1,
         num_sanity_val_steps=1,
     )  # fmt: skip
     for before, after in zip(plain.points, watched.points):
@@ -108,7 +109,7 @@ def test_validations_saves_and_the_end_have_the_average_and_change_nothing(tmp_p
     assert any(not torch.equal(watched.points[-1][key], tensor) for key, tensor in watched.averages[-1].items())
     assert_same(values(busy), watched.averages[-1])
     assert_same(values(module), plain.averages[-1])
-    for step in range(1, 7):
+    for step in (2, 4, 6):
         weights = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
         for key, expected in watched.averages[step - 1].items():
             assert torch.equal(weights[key], expected), (step, key)
@@ -132,6 +133,21 @@ def test_the_loss_of_a_validation_is_that_of_the_average(tmp_path):
     for step, loss in zip((3, 6), losses, strict=True):
         found = trainer.validate(other, loader, ckpt_path=tmp_path / f"step={step}.ckpt", verbose=False)
         assert found[0]["val_loss"] == loss
+
+
+def test_compute_copies_follow_each_switch(tmp_path):
+    """Recorded CUDA graphs read them where they are, and run none of the checks of a forward."""
+    checked = []
+
+    class Switch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            for switch in (pl_module.use_average, pl_module.use_gradient_point):
+                switch()
+                copies = pl_module.low_precision_adapters._copies()
+                checked.extend(torch.equal(copy.tensor, copy.master.bfloat16()) for copy in copies)
+
+    fit(make_tuner("lora_bf16"), tmp_path, callbacks=[Switch()], num_steps=2)
+    assert checked == [True] * 28 * 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -243,6 +259,27 @@ def test_a_save_within_a_step_changes_nothing(tmp_path, hook):
         return
     fit(make_tuner(), tmp_path, callbacks=[watch, Save()], **options)
     assert_same(plain.points[-1], watch.points[-1])
+
+
+def test_rollouts_are_of_the_point_where_gradients_are_taken(tmp_path):
+    """Whether a checkpoint was saved before a round or not, and in a resumed run."""
+
+    def run(folder, *, callbacks=(), ckpt_path=None):
+        seed_everything(7, verbose=False)
+        options = {"optimizer": functools.partial(ScheduleFreeSGD, lr=3.0)}
+        policy, data = make_parts(learning_rate=None, tuner_options=options, prompts_per_round=4)
+        watch = Watch()
+        trainer = quiet_trainer(
+            folder, max_steps=6, strategy="fastft", callbacks=[watch, *callbacks], enable_checkpointing=bool(callbacks)
+        )
+        trainer.fit(policy, data, ckpt_path=ckpt_path)
+        return watch.points
+
+    plain, busy = run(tmp_path / "a"), run(tmp_path / "b", callbacks=[saving(tmp_path)])
+    resumed = run(tmp_path / "c", ckpt_path=tmp_path / "step=3.ckpt")
+    assert any(not torch.equal(plain[0][key], tensor) for key, tensor in plain[-1].items())
+    assert_same(plain[-1], busy[-1])
+    assert_same(plain[-1], resumed[-1])
 
 
 def test_gradient_health_sees_tensors_move(tmp_path):
