@@ -36,7 +36,7 @@ from lightning_fastft.training.optimization.choice import (
     find_undecayed_parameters,
     make_schedule,
 )
-from lightning_fastft.training.optimization.schedule_free import check_schedule_free
+from lightning_fastft.training.optimization.schedule_free import check_schedule, check_two_points
 from lightning_fastft.training.optimization.schedules import RunSchedule, apply_found_rate, apply_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
 
@@ -85,7 +85,8 @@ class Tuner(AveragedCausalLM):
             digit of a weight are lost.
         optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the
             adapters' compute copies in one pass, if every trained parameter is held in fp32 and there is no loss
-            scaler; else torch.optim.AdamW, fused if possible.
+            scaler; else torch.optim.AdamW, fused if possible. ``MuonAdamW`` is Muon for matrices. Schedule-free
+            optimizers need scheduler="constant".
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, or 2e-4 if optimizer is None.
         weight_decay: Decay of matrices, none on vectors, norms and biases; None for the optimizer's own, or 0 if
             optimizer is None.
@@ -291,8 +292,10 @@ class Tuner(AveragedCausalLM):
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
         if is_schedule_free(optimizer):
-            check_schedule_free(optimizer, self)
+            check_two_points(optimizer, self)
         if isinstance(self.scheduler, str):
+            if is_schedule_free(optimizer):
+                check_schedule(optimizer, self.scheduler)
             check_interval(self)
             # Lightning gives a run that trains nothing the length of an endless one.
             num_steps = self.trainer.estimated_stepping_batches if self.trainer.limit_train_batches else 0

@@ -11,12 +11,13 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from lightning_fastft.callbacks.finite_guard import FiniteGuard
 from lightning_fastft.callbacks.gradient_health import GradientHealth
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.optimizer_twin import measure_state
 from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
 from lightning_fastft.training.fine_tuner import FineTuner
-from tests.support.fine_tuners import trainable, tuner
+from tests.support.fine_tuners import trainable, tuner, word_tokenizer
 from tests.support.schedule_free import ScheduleFreeSGD
 from tests.support.training_parts import packed_batches, quiet_trainer
 from tests.training.test_rollouts import make_parts
@@ -288,6 +289,33 @@ def test_gradient_health_sees_tensors_move(tmp_path):
     assert "28 tensors moved" in health.status().reason
 
 
+def test_an_optimizer_of_a_subclass_needs_no_option(tmp_path):
+    module, watch = make_tuner(scheduler="cosine"), Watch()
+    module.configure_optimizers = lambda: ScheduleFreeSGD(trainable(module).values())
+    fit(module, tmp_path, callbacks=[watch])
+    assert_same(values(module), watch.averages[-1])
+    with pytest.raises(OptionError, match="EMAWeightAveraging"):
+        fit(module, tmp_path, callbacks=[EMAWeightAveraging()])
+
+
+def test_texts_are_written_by_the_average(tmp_path, monkeypatch):
+    seen = []
+
+    class Write(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            pl_module.generate(["w3 w4"], max_new_tokens=1)
+
+    def generate(model, **options):
+        seen.append(values(model))
+        return [""]
+
+    monkeypatch.setattr("lightning_fastft.hf.generation.generate_texts", generate)
+    watch = Watch()
+    fit(make_tuner(tokenizer=word_tokenizer()), tmp_path, callbacks=[watch, Write()], num_steps=3)
+    for found, expected in zip(seen, watch.averages, strict=True):
+        assert_same(found, {name.removeprefix("model."): tensor for name, tensor in expected.items()})
+
+
 @pytest.mark.parametrize("scheduler", ["cosine", "linear"])
 def test_a_falling_schedule_is_refused(tmp_path, scheduler):
     with pytest.raises(OptionError, match="scheduler='constant'"):
@@ -302,6 +330,21 @@ def test_a_second_average_is_refused(tmp_path):
 def test_shards_are_refused(tmp_path):
     with pytest.raises(OptionError, match="fastft_ddp"):
         fit(make_tuner("full"), tmp_path, strategy="fastft_fsdp")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bad_step_is_skipped(tmp_path, name):
+    class Spoil(Callback):
+        def on_after_backward(self, trainer, pl_module):
+            if trainer.global_step == 1:
+                next(iter(trainable(pl_module).values())).grad.view(-1)[0] = float("nan")
+
+    guard, watch = FiniteGuard(unsupported="wait"), Watch()
+    with pytest.warns(UserWarning, match="step 2 was skipped"):
+        fit(make_tuner(name=name), tmp_path, callbacks=[Spoil(), guard, watch], num_steps=3)
+    assert guard.num_skipped == 1
+    assert_same(watch.points[0], watch.points[1])
+    assert all(torch.isfinite(tensor).all() for tensor in watch.points[2].values())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_fastft.core.optimizer_twin import is_schedule_free
 from lightning_fastft.training.model.evaluation import EvaluatedCausalLM
-from lightning_fastft.training.optimization.schedule_free import check_schedule_free
+from lightning_fastft.training.optimization.schedule_free import check_two_points
 
 # Key of checkpoints.
 _POINT = "fastft_gradient_point"
@@ -83,7 +83,7 @@ class AveragedCausalLM(EvaluatedCausalLM):
         super().on_train_start()
         self._is_stepped = True
         for optimizer in self._schedule_free_optimizers():
-            check_schedule_free(optimizer, self)
+            check_two_points(optimizer, self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a batch at the point where gradients are taken."""
@@ -95,7 +95,7 @@ class AveragedCausalLM(EvaluatedCausalLM):
         super().backward(*args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Return there, if a callback has saved since; the optimizer runs its closure, and all hooks, within its step."""
+        """Return there, if a callback has saved since; these hooks run within the step of the optimizer."""
         self.use_gradient_point()
 
     def on_validation_model_eval(self) -> None:
@@ -107,18 +107,6 @@ class AveragedCausalLM(EvaluatedCausalLM):
         """Return the average of what is trained."""
         self.use_average()
         return super().state_dict(**kwargs)
-
-    def save_pretrained(self, folder: str) -> None:
-        self.use_average()
-        super().save_pretrained(folder)
-
-    save_pretrained.__doc__ = EvaluatedCausalLM.save_pretrained.__doc__
-
-    def generate(self, *args: Any, **kwargs: Any) -> list[str]:
-        self.use_average()
-        return super().generate(*args, **kwargs)
-
-    generate.__doc__ = EvaluatedCausalLM.generate.__doc__
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the point from which training continues."""
