@@ -17,6 +17,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.core.optimizer_twin import measure_state
 from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.samplers import Sampled
 from tests.support.fine_tuners import trainable, tuner, word_tokenizer
 from tests.support.schedule_free import ScheduleFreeSGD
 from tests.support.training_parts import packed_batches, quiet_trainer
@@ -245,9 +246,15 @@ def test_a_second_fit_begins_at_the_average(tmp_path):
 @pytest.mark.filterwarnings("ignore:A checkpoint was saved inside an accumulation window")
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"])
 def test_a_save_within_a_step_changes_nothing(tmp_path, hook):
+    within = []
+
     class Save(Callback):
         def save(self, trainer, *args):
-            trainer.save_checkpoint(tmp_path / "within.ckpt")
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+        def on_before_backward(self, trainer, pl_module, loss):
+            loss.register_hook(lambda _: within.append(values(pl_module)))
 
     setattr(Save, hook, Save.save)
     plain, watch = Watch(), Watch()
@@ -257,30 +264,38 @@ def test_a_save_within_a_step_changes_nothing(tmp_path, hook):
         # Between forward and backward; torch refuses changed weights of its own functions, whatever their values.
         with pytest.raises(RuntimeError, match="inplace"):
             fit(make_tuner(), tmp_path, callbacks=[watch, Save()], **options)
+        # Functions of ours read them in the backward.
+        assert_same(within[-1], plain.points[len(within) - 2])
         return
     fit(make_tuner(), tmp_path, callbacks=[watch, Save()], **options)
     assert_same(plain.points[-1], watch.points[-1])
 
 
 def test_rollouts_are_of_the_point_where_gradients_are_taken(tmp_path):
-    """Whether a checkpoint was saved before a round or not, and in a resumed run."""
+    """Whether a checkpoint was saved before a round or not."""
+    sampled, watch = [], Watch()
 
-    def run(folder, *, callbacks=(), ckpt_path=None):
-        seed_everything(7, verbose=False)
-        options = {"optimizer": functools.partial(ScheduleFreeSGD, lr=3.0)}
-        policy, data = make_parts(learning_rate=None, tuner_options=options, prompts_per_round=4)
-        watch = Watch()
-        trainer = quiet_trainer(
-            folder, max_steps=6, strategy="fastft", callbacks=[watch, *callbacks], enable_checkpointing=bool(callbacks)
-        )
-        trainer.fit(policy, data, ckpt_path=ckpt_path)
-        return watch.points
+    def sampler(policy, prompts, *, num_completions, seed, **_):
+        sampled.append(values(policy))
+        return [[Sampled([2 + (seed + number) % 10, 1]) for number in range(num_completions)] for _ in prompts]
 
-    plain, busy = run(tmp_path / "a"), run(tmp_path / "b", callbacks=[saving(tmp_path)])
-    resumed = run(tmp_path / "c", ckpt_path=tmp_path / "step=3.ckpt")
-    assert any(not torch.equal(plain[0][key], tensor) for key, tensor in plain[-1].items())
-    assert_same(plain[-1], busy[-1])
-    assert_same(plain[-1], resumed[-1])
+    def reward(*, prompts, completions, answer):
+        return [float(number % 2) for number in range(len(completions))]
+
+    policy, data = make_parts(
+        learning_rate=None,
+        tuner_options={"optimizer": functools.partial(ScheduleFreeSGD, lr=1.0)},
+        sampler=sampler,
+        rewards=reward,
+        max_new_tokens=2,
+    )
+    trainer = quiet_trainer(
+        tmp_path, max_steps=4, strategy="fastft", callbacks=[watch, saving(tmp_path)], enable_checkpointing=True
+    )
+    trainer.fit(policy, data)
+    assert any(not torch.equal(watch.averages[2][name], tensor) for name, tensor in watch.points[2].items())
+    for found, expected in zip(sampled[1:], watch.points):
+        assert_same(found, expected)
 
 
 def test_gradient_health_sees_tensors_move(tmp_path):
