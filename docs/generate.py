@@ -127,7 +127,8 @@ def write_support() -> str:
         "| `BincountRouter` | yes | yes | yes, but for NF4 experts |",
         "| `context_parallel` | one device | yes | yes |",
         "| `expert_parallel` | one device | - | yes |",
-        "| `FusedAdamW` | yes | yes | yes |",
+        "| `FusedAdamW`, `MuonAdamW` | yes | yes | yes |",
+        "| schedule-free optimizers | yes | yes | - |",
         "| `fastft export` of its checkpoints | yes | yes | yes |",
     ]
     return "\n".join(lines) + "\n"

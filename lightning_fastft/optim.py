@@ -2,6 +2,7 @@
 lightning_fastft.optim.FusedAdamW``.
 """
 
+from lightning_fastft.training.optimization.muon import MuonAdamW
 from lightning_fastft.training.optimizer import FusedAdamW
 
-__all__ = ["FusedAdamW"]
+__all__ = ["FusedAdamW", "MuonAdamW"]

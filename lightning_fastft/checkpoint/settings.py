@@ -221,6 +221,10 @@ def _describe_options(
 ) -> list[str]:
     """Return a line per option of a group whose values differ and change the arithmetic."""
     names = optimizer.defaults.keys() - _RATES - _SPEED_OPTIONS
+    arguments = inspect.signature(type(optimizer)).parameters
+    if not any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+        # Schedule-free optimizers count their steps in their groups.
+        names &= arguments.keys()
     if "base_momentum" in saved[0]:
         # OneCycleLR and CyclicLR change the momentum in each step.
         names -= {"momentum", "betas"}

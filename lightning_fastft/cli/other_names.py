@@ -130,7 +130,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
         "paged_adamw_8bit": f"{_EIGHT_BITS} {_OFFLOAD}",
         **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), f"{_FUSED} {_OFFLOAD}"),
         "adafactor": "torch.optim.Adafactor",
-        "muon": "torch.optim.Muon",
+        "muon": "lightning_fastft.optim.MuonAdamW",
         **dict.fromkeys(("lion", "lion_32bit"), "bitsandbytes.optim.Lion --allow-import bitsandbytes"),
         "lion_8bit": "bitsandbytes.optim.Lion8bit --allow-import bitsandbytes",
         "sgd": "torch.optim.SGD",

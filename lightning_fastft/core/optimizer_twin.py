@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Optimizers whose step changes nothing but parameters and state, by the start of their module.
-_KNOWN_MODULES = ("torch.optim.", "bitsandbytes.optim.")
+_KNOWN_MODULES = ("torch.optim.", "bitsandbytes.optim.", "lightning_fastft.")
 # bitsandbytes keeps the moments of smaller parameters on the device.
 _LEAST_PAGED_VALUES = 1e5
 _PAGED = ("state1", "state2")
@@ -74,6 +74,8 @@ class OptimizerTwin:
             _options_on_meta(group, optimizer) | {"params": list(dict.fromkeys(twins))}
             for group, twins in zip(optimizer.param_groups, self._twins)
         ]
+        if is_schedule_free(twin):
+            twin.train()  # type: ignore[attr-defined]
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -146,8 +148,21 @@ def measure_state(optimizer: Optimizer) -> list[StateBytes] | None:
     return twin.state_bytes()
 
 
+def is_schedule_free(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer switches its parameters between two points, as those of the package schedulefree do.
+
+    Source:
+        The test of transformers.Trainer.
+
+    Example:
+        >>> is_schedule_free(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]))
+        False
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of PyTorch or bitsandbytes, whose step has no other effect.
+    """Return whether an optimizer is one of PyTorch, bitsandbytes or this package, whose step has no other effect.
 
     Example:
         >>> is_known(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]))

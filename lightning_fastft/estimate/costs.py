@@ -39,6 +39,7 @@ from lightning_fastft.estimate.metering import Meter, MeteredDevice
 from lightning_fastft.estimate.optimizer_cost import OptimizerCost, meter_optimizer
 from lightning_fastft.fused.fp8_base import FP8_ATTRIBUTE
 from lightning_fastft.fused.low_precision_adapters import copies_in
+from lightning_fastft.hf.embeddings import find_token_parameters
 from lightning_fastft.hf.families import decoder_layers
 from lightning_fastft.hf.loading.source import ModelSource
 from lightning_fastft.moe.fp8_experts import held_memory
@@ -176,7 +177,10 @@ def meter_step(
     # Adapters and masters have moments in fp32, other weights in their dtype.
     per_weight = 8 if lora is not None else 12 if has_masters else 2 * dtype.itemsize
     update = meter_optimizer(
-        optimizer, trained, default_state_bytes=per_weight * sum(parameter.numel() for parameter in trained)
+        optimizer,
+        trained,
+        default_state_bytes=per_weight * sum(parameter.numel() for parameter in trained),
+        of_tokens=find_token_parameters(base),
     )
     held_bytes = sum(metered.held_bytes[place] for place in places) + sum(map(_num_bytes, _weights_of(base)))
     # Lightning frees the gradients of a step between the forward and the backward of the next one.

@@ -13,12 +13,13 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.core.optimizer_twin import is_schedule_free
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
 from lightning_fastft.training.hyperparameters import to_logged
+from lightning_fastft.training.model.averaged import AveragedCausalLM
 from lightning_fastft.training.model.construction import check_early_callbacks, find_base
-from lightning_fastft.training.model.evaluation import EvaluatedCausalLM
 from lightning_fastft.training.model.forward import read_logits, run_objective, sum_per_document
 from lightning_fastft.training.model.options import (
     ModelOptions,
@@ -35,6 +36,7 @@ from lightning_fastft.training.optimization.choice import (
     find_undecayed_parameters,
     make_schedule,
 )
+from lightning_fastft.training.optimization.schedule_free import check_schedule, check_two_points
 from lightning_fastft.training.optimization.schedules import RunSchedule, apply_found_rate, apply_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
 
@@ -53,7 +55,7 @@ ReadT = TypeVar("ReadT")
 _SCHEDULE = "fastft_schedule"
 
 
-class Tuner(EvaluatedCausalLM):
+class Tuner(AveragedCausalLM):
     """Load, quantise, adapt, shard, optimise, resume and save a causal language model; subclasses add the steps.
 
     The model is built in ``configure_model``, on the device of its rank.
@@ -83,7 +85,8 @@ class Tuner(EvaluatedCausalLM):
             digit of a weight are lost.
         optimizer: Called with the parameters; None for AdamW: ``FusedAdamW``, which clips, steps and writes the
             adapters' compute copies in one pass, if every trained parameter is held in fp32 and there is no loss
-            scaler; else torch.optim.AdamW, fused if possible.
+            scaler; else torch.optim.AdamW, fused if possible. ``MuonAdamW`` is Muon for matrices. Schedule-free
+            optimizers need scheduler="constant".
         learning_rate: Peak learning rate, at least 0; None for the optimizer's own, or 2e-4 if optimizer is None.
         weight_decay: Decay of matrices, none on vectors, norms and biases; None for the optimizer's own, or 0 if
             optimizer is None.
@@ -169,7 +172,9 @@ class Tuner(EvaluatedCausalLM):
         return to_logged({**super().hparams_initial, **self._restored})
 
     def configure_model(self) -> None:
-        """Build the model once; the end of the run releases what its optimizers hold in addition to their state."""
+        """Build the model once; the end of the run leaves the average of a schedule-free optimizer, and releases what
+        optimizers hold in addition to their state.
+        """
         self._find_patcher().add_undo(self._release_optimizers)
         super().configure_model()
 
@@ -286,7 +291,11 @@ class Tuner(EvaluatedCausalLM):
     def configure_optimizers(self) -> Any:
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
+        if is_schedule_free(optimizer):
+            check_two_points(optimizer, self)
         if isinstance(self.scheduler, str):
+            if is_schedule_free(optimizer):
+                check_schedule(optimizer, self.scheduler)
             check_interval(self)
             # Lightning gives a run that trains nothing the length of an endless one.
             num_steps = self.trainer.estimated_stepping_batches if self.trainer.limit_train_batches else 0
@@ -359,6 +368,7 @@ class Tuner(EvaluatedCausalLM):
 
         ExactResume has compared the options of both runs by now; the record has those that are used.
         """
+        super().on_train_start()
         self.hparams.update(self._restored)
         has_finder = any(isinstance(callback, LearningRateFinder) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         for config in self.trainer.lr_scheduler_configs if has_finder else ():
@@ -413,10 +423,14 @@ class Tuner(EvaluatedCausalLM):
             options["fast"] = find_fast_parameters(self.named_parameters())
             options["fast_ratio"] = self.loraplus_lr_ratio
         if self.optimizer_factory is not None:
+            from lightning_fastft.hf.embeddings import find_token_parameters
+
+            options["of_tokens"] = find_token_parameters(self)
             return call_factory(self.optimizer_factory, parameters, model_name=model_name, **options)
         return choose_optimizer(parameters, trainer=self.trainer, **options)
 
     def _release_optimizers(self) -> None:
+        self._end_steps()
         # Lightning moves the state to the host; tables would keep the device memory alive.
         for optimizer in () if self._trainer is None else self.trainer.optimizers:
             if isinstance(optimizer, FusedAdamW):

@@ -381,39 +381,8 @@ def test_weights_that_are_held_in_fp32_need_no_master(tmp_path):
 
 def test_optimizer_that_refuses_vectors_is_refused_with_the_way_out(tmp_path):
     module = tuner(lora=None, optimizer=functools.partial(torch.optim.Muon, lr=1e-3))
-    with pytest.raises(OptionError, match=r"trains adapters .* one Optimizer from configure_optimizers"):
+    with pytest.raises(OptionError, match=r"adapters .* use lightning_fastft.optim.MuonAdamW"):
         quiet_trainer(tmp_path, strategy="fastft").fit(module, DataLoader(packed_batches(2), batch_size=None))
-
-
-class MuonForMatrices(torch.optim.Optimizer):
-    """Muon for matrices, AdamW for other tensors, as one optimizer: what the refusal advises."""
-
-    def __init__(self, matrices, others):
-        self.parts = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-
-    def step(self, closure=None):
-        loss = None if closure is None else closure()
-        for part in self.parts:
-            part.step()
-        return loss
-
-
-@pytest.mark.parametrize("lora", [{"r": 2}, None], ids=["adapters", "every weight"])
-def test_muon_trains_adapters_and_as_a_part_of_one_optimizer_every_weight(tmp_path, lora):
-    module = tuner(lora=lora, optimizer=functools.partial(torch.optim.Muon, lr=1e-3), learning_rate=None)
-    if lora is None:
-        module.configure_optimizers = lambda: MuonForMatrices(
-            [p for p in trainable(module).values() if p.ndim == 2],
-            [p for p in trainable(module).values() if p.ndim < 2],
-        )
-    module.configure_model()
-    before = {name: tensor.detach().clone() for name, tensor in trainable(module).items()}
-    trainer = quiet_trainer(tmp_path, strategy="fastft", max_steps=2, gradient_clip_val=1.0)
-    trainer.fit(module, DataLoader(packed_batches(2), batch_size=None))
-    after = trainable(module)
-    assert trainer.global_step == 2
-    assert [name for name, tensor in before.items() if torch.equal(tensor, after[name])] == []
 
 
 def test_wrong_option_of_fused_adamw_is_answered_without_other_advice(tmp_path):

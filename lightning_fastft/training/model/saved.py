@@ -164,6 +164,7 @@ class SavedCausalLM(TextCausalLM):
         """
         if self.model is None:
             raise OptionError("There is no model yet: run the Trainer first, or call configure_model().")
+        self.use_average()
         save_model(self, folder)
 
     def _finish_files(self, part: Path) -> None:

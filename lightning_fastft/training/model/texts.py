@@ -77,6 +77,9 @@ class TextCausalLM(CausalLMModule):
         self.chat_template_kwargs = run.get("data", {}).get("chat_template_kwargs", {})
         self.answer_end = run.get("answer_end")
 
+    def use_average(self) -> None:
+        """Give the weights the values that are evaluated and saved; a subclass may train at others."""
+
     def generate(
         self,
         prompts: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
@@ -114,5 +117,6 @@ class TextCausalLM(CausalLMModule):
         options["chat_template_kwargs"] = {**self.chat_template_kwargs, **given}
         if self.answer_end is not None:
             options.setdefault("eos_token_id", add_stop(self.model.generation_config, self.answer_end).eos_token_id)
+        self.use_average()
         with on_equal_tokens(self.model):
             return generate_texts(self.model, tokenizer=tokenizer, prompts=prompts, **options)

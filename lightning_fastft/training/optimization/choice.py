@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.training.optimization.adamw_state import is_steppable
+from lightning_fastft.training.optimization.muon import MuonAdamW
 from lightning_fastft.training.optimization.schedules import group_parameters, learning_rate_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
 
@@ -106,10 +107,11 @@ def call_factory(
     wants_masters: bool,
     model_name: str,
     undecayed: Collection[nn.Parameter] = (),
+    of_tokens: Collection[nn.Parameter] = (),
     fast: Sequence[nn.Parameter] = (),
     fast_ratio: float = 1.0,
 ) -> Optimizer:
-    """Return the user's own optimizer.
+    """Return the user's own optimizer; ``MuonAdamW`` steps undecayed parameters and those of_tokens with AdamW.
 
     Raises:
         OptionError: It refuses the parameters, or has no weight decay where one is given, ``master_dtype`` asks for
@@ -136,15 +138,16 @@ def call_factory(
     try:
         optimizer = factory(groups)
     except OptionError:
-        # Of FusedAdamW, about its options.
+        # Of our own optimizers, about their options.
         raise
     except ValueError as error:
         raise OptionError(
-            f"The optimizer refused the {len(parameters)} trainable tensors of {model_name}: {error} An optimizer of "
-            "matrices alone (Muon) trains adapters (lora). For every weight, return one Optimizer from "
-            "configure_optimizers, which steps Muon for matrices and another one for vectors and embeddings: Lightning "
-            "takes several optimizers only with manual optimization."
+            f"The optimizer refused the {len(parameters)} trainable tensors of {model_name}: {error} torch.optim.Muon "
+            "trains matrices alone, such as adapters (lora). For every weight use lightning_fastft.optim.MuonAdamW, "
+            "which steps embeddings, the output layer, norms and biases with AdamW."
         ) from error
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.use_adamw([*undecayed, *of_tokens])
     # PyTorch keeps unknown options of a group without a word.
     if weight_decay and optimizer.defaults and "weight_decay" not in optimizer.defaults:
         raise OptionError(

@@ -1,0 +1,176 @@
+"""MuonAdamW: matrices of layers by torch's Muon, all else by AdamW, in runs as with any other optimizer."""
+
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_fastft.callbacks.finite_guard import FiniteGuard
+from lightning_fastft.callbacks.gradient_health import GradientHealth
+from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.optimizer_twin import measure_state
+from lightning_fastft.estimate.optimizer_cost import meter_optimizer
+from lightning_fastft.optim import MuonAdamW
+from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
+from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimization.schedules import RunSchedule
+from tests.support.fine_tuners import trainable, tuner
+from tests.support.sizes import tiny_qwen3
+from tests.support.tiny_models import build_tiny
+from tests.support.training_parts import VOCAB_SIZE, packed_batches, quiet_trainer
+
+UNTIED = tiny_qwen3(vocab=VOCAB_SIZE, width=32, inner=48, tie_word_embeddings=False)
+
+
+class TwoOptimizers(torch.optim.Optimizer):
+    """Muon and AdamW of torch over parameters that are chosen by name: no state of its own, for runs without saves."""
+
+    def __init__(self, module, *, lr, weight_decay):
+        named = trainable(module)
+        matrices = [name for name in named if named[name].ndim == 2 and "embed" not in name and "lm_head" not in name]
+        vectors = [name for name in named if named[name].ndim < 2]
+        tokens = [name for name in named if name not in {*matrices, *vectors}]
+        self.parts = [
+            torch.optim.Muon(
+                [named[name] for name in matrices], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW([named[name] for name in tokens], lr=lr, weight_decay=weight_decay),
+            torch.optim.AdamW([named[name] for name in vectors], lr=lr, weight_decay=0.0),
+        ]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def make_tuner(config=UNTIED, **options):
+    options = {"learning_rate": 1e-2, "weight_decay": 0.1, "optimizer": MuonAdamW, "dtype": "float32", **options}
+    return FineTuner(config, init="random", **options)
+
+
+def fit(module, folder, *, num_steps=5, callbacks=(), ckpt_path=None, **options):
+    seed_everything(7, verbose=False)
+    trainer = quiet_trainer(
+        folder, max_steps=num_steps, callbacks=list(callbacks), gradient_clip_val=0.5, strategy="fastft", **options
+    )
+    trainer.fit(module, DataLoader(packed_batches(1) * 12, batch_size=None), ckpt_path=ckpt_path)
+    return trainer
+
+
+def assert_same_weights(one, other):
+    expected = trainable(other)
+    assert [name for name, each in trainable(one).items() if not torch.equal(each, expected[name])] == []
+
+
+def test_a_run_has_the_weights_of_both_optimizers_with_one_schedule(tmp_path):
+    module, twin = make_tuner(), make_tuner()
+    health = GradientHealth(num_steps=4)
+    trainer = fit(module, tmp_path, callbacks=[health])
+    make = twin.configure_optimizers
+
+    def configure():
+        optimizer = TwoOptimizers(twin, lr=1e-2, weight_decay=0.1)
+        share = make()["lr_scheduler"]["scheduler"].lr_lambdas[0]
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": RunSchedule(optimizer, share), "interval": "step"},
+        }
+
+    twin.configure_optimizers = configure
+    fit(twin, tmp_path)
+    assert_same_weights(module, twin)
+    assert "moved" in health.status().reason
+    names = {parameter: name for name, parameter in trainable(module).items()}
+    kinds = {names[each]: group["use_muon"] for group in trainer.optimizers[0].param_groups for each in group["params"]}
+    assert kinds.keys() == trainable(module).keys()
+    assert all(use_muon == name.endswith("_proj.weight") for name, use_muon in kinds.items())
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": {"r": 4}, "weight_decay": None}, {"dtype": "bfloat16"}])
+def test_a_run_is_resumed_to_the_bit(tmp_path, options):
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    whole, resumed = make_tuner(**options), make_tuner(**options)
+    first = fit(whole, tmp_path, callbacks=[keep], enable_checkpointing=True)
+    second = fit(resumed, tmp_path / "b", ckpt_path=tmp_path / "step=3.ckpt")
+    assert_same_weights(resumed, whole)
+    for one, other in zip(trainable(resumed).values(), trainable(whole).values()):
+        states = [run.optimizers[0].state[each] for run, each in ((second, one), (first, other))]
+        assert states[0].keys() == states[1].keys() != set()
+        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_adapters_of_embeddings_and_of_the_output_layer_are_stepped_by_adamw(tmp_path):
+    module = make_tuner(
+        weight_decay=None, lora={"r": 4, "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
+    )
+    trainer = fit(module, tmp_path, num_steps=1)
+    names = {parameter: name for name, parameter in trainable(module).items()}
+    for group in trainer.optimizers[0].param_groups:
+        assert {group["use_muon"] for each in group["params"]} == {"q_proj" in names[each] for each in group["params"]}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_bad_step_is_skipped_and_counted(tmp_path, accumulate):
+    class Spoil(Callback):
+        def on_after_backward(self, trainer, pl_module):
+            if trainer.global_step == 1:
+                next(iter(trainable(pl_module).values())).grad.view(-1)[0] = float("nan")
+
+    guard = FiniteGuard(unsupported="wait")
+    module = make_tuner()
+    with pytest.warns(UserWarning, match="step 2 was skipped"):
+        fit(module, tmp_path, callbacks=[Spoil(), guard], accumulate_grad_batches=accumulate)
+    assert guard.num_skipped == 1
+    assert all(torch.isfinite(each).all() for each in trainable(module).values())
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path):
+    config = build_tiny("qwen3_moe").config
+    with pytest.raises(OptionError, match="experts in one tensor"):
+        fit(make_tuner(config, weight_decay=None), tmp_path)
+
+
+def test_groups_that_are_added_are_divided_too():
+    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (4,), (1, 5), (6, 1, 4), (7, 3), (3, 3, 3))]
+    optimizer = MuonAdamW([{"params": weights[:3], "lr": 0.5}, {"params": weights[3]}])
+    assert [(len(group["params"]), group["use_muon"], group["lr"]) for group in optimizer.param_groups] == [
+        (1, True, 0.5), (2, False, 0.5), (1, False, 1e-3),
+    ]  # fmt: skip
+    with pytest.raises(OptionError, match=r"\(3, 3, 3\)"):
+        optimizer.add_param_group({"params": weights[4:]})
+    optimizer.add_param_group({"params": weights[4:], "use_muon": False})
+    assert optimizer.param_groups[-1]["params"] == weights[4:]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert [sorted(optimizer.state[weight]) for weight in weights] == [
+        ["momentum_buffer"], *[["exp_avg", "exp_avg_sq", "step"]] * 5,
+    ]  # fmt: skip
+
+
+def test_the_step_is_metered_on_the_meta_device():
+    matrix, rows = (torch.nn.Parameter(torch.ones(64, 32)) for _ in range(2))
+    optimizer = MuonAdamW([matrix, rows])
+    optimizer.use_adamw([rows])
+    sizes = [4 * 64 * 32, 2 * 4 * 64 * 32]
+    assert [each.device for each in measure_state(optimizer)] == sizes
+    assert missing_optimizer_bytes([optimizer]) == sum(sizes)
+    on_meta = [torch.nn.Parameter(torch.ones(64, 32, device="meta")) for _ in range(2)]
+    cost = meter_optimizer(MuonAdamW, on_meta, default_state_bytes=1, of_tokens=on_meta[1:])
+    assert cost.state_bytes == sum(sizes)
+    assert meter_optimizer(MuonAdamW, on_meta, default_state_bytes=1).state_bytes == 2 * sizes[0]
+    assert sum(kernel.flops for kernel in cost.kernels) > 0
+
+
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"betas": (0.9, 2.0)}, {"ns_steps": 100}, {"momentum": -0.1}])
+def test_wrong_numbers_are_refused_with_their_names(tmp_path, options):
+    (name,) = options
+    module = tuner("full", optimizer=functools.partial(MuonAdamW, **options), learning_rate=None)
+    with pytest.raises(OptionError, match=rf"^{name}"):
+        fit(module, tmp_path)
