@@ -3,6 +3,7 @@ exists, messages are ours.
 """
 
 import ast
+import functools
 import inspect
 import json
 import re
@@ -260,6 +261,7 @@ def test_files_that_are_named_exist(page):
         assert "NAME" in name or (ROOT / name).is_file(), name
 
 
+@functools.cache
 def messages_of_the_package():
     """Return every text of the source, parts of formatted ones joined by what stands between them in quotation
     marks of a page: anything.
@@ -288,10 +290,15 @@ def test_reasons_in_the_table_of_the_readme_are_ours():
     reasons = [re.split(r"\s{2,}", line)[2] for line in table.splitlines()[1:]]
     assert len(reasons) > 5
     known = [
-        ".*".join(map(re.escape, part.split("\0")))
+        part.split("\0")
         for text in messages_of_the_package()
         for part in text.split("; ")
         if re.search(r"[a-zA-Z]{3}", part)
     ]
-    parts = [part for reason in reasons for part in reason.split("; ")]
-    assert [part for part in parts if not any(re.fullmatch(pattern, part) for pattern in known)] == []
+
+    def is_known(part):
+        # Patterns of what cannot match are not compiled: thousands.
+        likely = [pieces for pieces in known if all(piece in part for piece in pieces)]
+        return any(re.fullmatch(".*".join(map(re.escape, pieces)), part) for pieces in likely)
+
+    assert [part for reason in reasons for part in reason.split("; ") if not is_known(part)] == []
