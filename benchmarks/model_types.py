@@ -56,7 +56,20 @@ RECORD = Path(__file__).with_suffix(".csv")
 RECORDED = ("model_type", "outcome", "attention", "error", "reason", "transformers")
 # Sizes of a tiny model by the names in configurations; each configuration gets only the names that it has.
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(
+        (
+            "vocab_size",
+            "text_vocab_size",
+            "vocab_size_per_layer_input",
+            "unpadded_vocab_size",
+            "pronunciation_vocab_size",
+            "shape_vocab_size",
+        ),
+        VOCABULARY,
+    ),
+    # Heads of gated delta rules.
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(
         (
             "hidden_size",
