@@ -13,10 +13,12 @@ from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.hf.loading.model import build_model
 from lightning_fastft.hf.loading.source import ModelSource
+from lightning_fastft.optim import MuonAdamW
 from lightning_fastft.strategies.registry import register_strategies
 from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimizer import FusedAdamW
 from tests.support.fine_tuners import CONFIG, LORA, trainable, word_tokenizer
+from tests.support.schedule_free import ScheduleFreeSGD
 from tests.support.training_parts import VOCAB_SIZE, packed_batches, packed_loader, quiet_trainer
 
 register_strategies()
@@ -65,6 +67,30 @@ def test_each_mode_learns_without_a_host_wait_in_its_steps(tmp_path, mode):
     assert {parameter.dtype for parameter in trainable(module).values()} == {
         torch.bfloat16 if mode == "full" else torch.float32
     }
+
+
+@pytest.mark.parametrize("mode", ["full", "qlora"])
+@pytest.mark.parametrize(
+    "options",
+    [{"optimizer": MuonAdamW}, {"optimizer": ScheduleFreeSGD, "scheduler": "constant", "learning_rate": 1.0}],
+    ids=["muon", "schedule-free"],
+)
+def test_other_optimizers_step_fused_layers_without_a_host_wait(tmp_path, mode, options):
+    class Guarded(FineTuner):
+        def optimizer_step(self, *args, **kwargs):
+            # The first step makes the state.
+            torch.cuda.set_sync_debug_mode("error" if self.trainer.global_step else "default")
+            super().optimizer_step(*args, **kwargs)
+            torch.cuda.set_sync_debug_mode("default")
+
+    masters = {"master_dtype": "float32"} if mode == "full" else {}
+    module = Guarded(CONFIG, init="random", **{"learning_rate": 1e-2, **options, **MODES[mode], **masters})
+    trainer = gpu_trainer(tmp_path, max_steps=30, callbacks=[FusedKernels()])
+    loader = packed_loader(3)
+    before = trainer.validate(module, loader, verbose=False)[0]["val_loss"]
+    trainer.fit(module, loader)
+    after = trainer.validate(module, loader, verbose=False)[0]["val_loss"]
+    assert after < before - 0.2
 
 
 @pytest.mark.parametrize("quantization", [None, "nf4"])
