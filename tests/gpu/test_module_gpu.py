@@ -2,6 +2,7 @@
 in a step.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -72,7 +73,10 @@ def test_each_mode_learns_without_a_host_wait_in_its_steps(tmp_path, mode):
 @pytest.mark.parametrize("mode", ["full", "qlora"])
 @pytest.mark.parametrize(
     "options",
-    [{"optimizer": MuonAdamW}, {"optimizer": ScheduleFreeSGD, "scheduler": "constant", "learning_rate": 1.0}],
+    [
+        {"optimizer": functools.partial(MuonAdamW, master_weights=True)},
+        {"optimizer": ScheduleFreeSGD, "scheduler": "constant", "learning_rate": 1.0},
+    ],
     ids=["muon", "schedule-free"],
 )
 def test_other_optimizers_step_fused_layers_without_a_host_wait(tmp_path, mode, options):
@@ -83,8 +87,7 @@ def test_other_optimizers_step_fused_layers_without_a_host_wait(tmp_path, mode, 
             super().optimizer_step(*args, **kwargs)
             torch.cuda.set_sync_debug_mode("default")
 
-    masters = {"master_dtype": "float32"} if mode == "full" else {}
-    module = Guarded(CONFIG, init="random", **{"learning_rate": 1e-2, **options, **MODES[mode], **masters})
+    module = Guarded(CONFIG, init="random", **{"learning_rate": 1e-2, **options, **MODES[mode]})
     trainer = gpu_trainer(tmp_path, max_steps=30, callbacks=[FusedKernels()])
     loader = packed_loader(3)
     before = trainer.validate(module, loader, verbose=False)[0]["val_loss"]

@@ -125,7 +125,7 @@ def call_factory(
     if wants_masters:
         raise OptionError(
             "master_dtype='float32' holds masters in FineTuner's own optimizer, and another one was given: remove it, "
-            "or give FusedAdamW(..., master_weights=True) and leave master_dtype at 'auto'."
+            "or give FusedAdamW or MuonAdamW with master_weights=True and leave master_dtype at 'auto'."
         )
     groups = group_parameters(
         parameters,

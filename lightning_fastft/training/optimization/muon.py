@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_fastft.core.checks import check_float, check_int
+from lightning_fastft.core.checks import check_bool, check_float, check_int
 from lightning_fastft.core.errors import OptionError
 
 _MUON_OPTIONS = ("lr", "weight_decay", "momentum", "ns_steps")
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "foreach")
+# Name of the fp32 copy of a bf16 parameter in its state, as in FusedAdamW.
+_MASTER = "master"
 
 
 class MuonAdamW(Optimizer):
@@ -32,12 +35,15 @@ class MuonAdamW(Optimizer):
         ns_steps: Newton-Schulz iterations of Muon, 1 to 99.
         betas: Shares of AdamW's old moments, from 0 to 1.
         eps: Added to the denominator of AdamW.
+        master_weights: Hold bf16 parameters in fp32 too, with moments in fp32: steps add to the master and write the
+            parameter. Without it, changes below the last bit of a bf16 weight are lost.
 
     Raises:
         OptionError: A number is not allowed, or a parameter holds the matrices of several experts.
 
     Cost:
-        4 bytes of state per fp32 value of a matrix, 8 per other value. An iteration has three GEMMs per matrix.
+        4 bytes of state per fp32 value of a matrix, 8 per other value, and 4 more per value with a master. An iteration
+        has three GEMMs per matrix. A step with masters holds the fp32 gradient of one parameter at a time.
 
     Source:
         Muon is Scalable for LLM Training, arXiv 2502.16982; torch.optim.Muon, torch.optim.AdamW.
@@ -58,6 +64,7 @@ class MuonAdamW(Optimizer):
         ns_steps: int = 5,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        master_weights: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
             check_float(name, value, low=0.0)
@@ -66,7 +73,7 @@ class MuonAdamW(Optimizer):
         check_int("ns_steps", ns_steps, low=1, high=99)
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps, "betas": betas,
-            "eps": eps, "foreach": None,
+            "eps": eps, "foreach": None, "master_weights": check_bool("master_weights", master_weights),
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -107,18 +114,57 @@ class MuonAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            part = _part_of(group)
-            # One dictionary for both, so that saves and loads are those of any optimizer.
-            part.state = self.state
-            part.step()
+            if whole := [each for each in group["params"] if not _has_master(each, group)]:
+                part = _part_of(group, whole)
+                # One dictionary for both, so that saves and loads are those of any optimizer.
+                part.state = self.state
+                part.step()
+            for parameter in group["params"]:
+                if parameter.grad is not None and _has_master(parameter, group):
+                    self._step_master(parameter, group)
         return loss
 
+    @torch.no_grad()
+    def _step_master(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        master = state.pop(_MASTER, None)
+        if master is None:
+            master = parameter.detach().float()
+        assert parameter.grad is not None
+        master.grad = parameter.grad.float()
+        part = _part_of(group, [master])
+        part.state[master] = state
+        part.step()
+        master.grad = None
+        state[_MASTER] = master
+        parameter.copy_(master)
 
-def _part_of(group: dict[str, Any]) -> Optimizer:
-    """Return the optimizer of one group, without state."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state, in its dtypes: PyTorch would cast masters to the dtype of the parameter."""
+        super().load_state_dict(state_dict)
+        numbers, parameters = (
+            itertools.chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for number, parameter in zip(numbers, parameters):
+            given = state_dict["state"].get(number, {})
+            if _MASTER in given:
+                # AdamW counts its steps on the host.
+                self.state[parameter] = {
+                    name: value.to(parameter.device if value.ndim else value.device, copy=True)
+                    for name, value in given.items()
+                }
+
+
+def _has_master(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
+    return bool(group["master_weights"]) and parameter.dtype is torch.bfloat16
+
+
+def _part_of(group: dict[str, Any], parameters: list[torch.Tensor]) -> Optimizer:
+    """Return the optimizer of parameters of one group, without state."""
     if group["use_muon"]:
-        return Muon(group["params"], adjust_lr_fn="match_rms_adamw", **{name: group[name] for name in _MUON_OPTIONS})
-    return AdamW(group["params"], **{name: group[name] for name in _ADAMW_OPTIONS})
+        return Muon(parameters, adjust_lr_fn="match_rms_adamw", **{name: group[name] for name in _MUON_OPTIONS})
+    return AdamW(parameters, **{name: group[name] for name in _ADAMW_OPTIONS})
 
 
 def _is_matrix(parameter: torch.Tensor) -> bool:

@@ -16,12 +16,14 @@ from lightning_fastft.estimate.optimizer_cost import meter_optimizer
 from lightning_fastft.optim import MuonAdamW
 from lightning_fastft.strategies.packed_steps import missing_optimizer_bytes
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.optimization.choice import call_factory
 from lightning_fastft.training.optimization.schedules import RunSchedule
 from tests.support.fine_tuners import trainable, tuner
 from tests.support.sizes import tiny_qwen3
 from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import VOCAB_SIZE, packed_batches, quiet_trainer
 
+MASTERS = {"dtype": "bfloat16", "optimizer": functools.partial(MuonAdamW, master_weights=True)}
 UNTIED = tiny_qwen3(vocab=VOCAB_SIZE, width=32, inner=48, tie_word_embeddings=False)
 
 
@@ -92,7 +94,7 @@ def test_a_run_has_the_weights_of_both_optimizers_with_one_schedule(tmp_path):
     assert all(use_muon == name.endswith("_proj.weight") for name, use_muon in kinds.items())
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": {"r": 4}, "weight_decay": None}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("options", [{}, {"lora": {"r": 4}, "weight_decay": None}, {"dtype": "bfloat16"}, MASTERS])
 def test_a_run_is_resumed_to_the_bit(tmp_path, options):
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     whole, resumed = make_tuner(**options), make_tuner(**options)
@@ -103,6 +105,7 @@ def test_a_run_is_resumed_to_the_bit(tmp_path, options):
         states = [run.optimizers[0].state[each] for run, each in ((second, one), (first, other))]
         assert states[0].keys() == states[1].keys() != set()
         assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+        assert not options.get("optimizer") or {each.dtype for each in states[0].values()} == {torch.float32}
 
 
 def test_adapters_of_embeddings_and_of_the_output_layer_are_stepped_by_adamw(tmp_path):
@@ -152,6 +155,54 @@ def test_groups_that_are_added_are_divided_too():
     assert [sorted(optimizer.state[weight]) for weight in weights] == [
         ["momentum_buffer"], *[["exp_avg", "exp_avg_sq", "step"]] * 5,
     ]  # fmt: skip
+
+
+def test_masters_take_steps_too_small_for_bf16_as_fp32_weights_do():
+    def weights(dtype):
+        torch.manual_seed(3)
+        return [torch.nn.Parameter(torch.randn(shape).bfloat16().to(dtype)) for shape in ((8, 6), (5,), (2, 3))]
+
+    narrow, wide, lost = weights(torch.bfloat16), weights(torch.float32), weights(torch.bfloat16)
+    # One parameter is in fp32 already.
+    narrow[2] = torch.nn.Parameter(narrow[2].float())
+    runs = [MuonAdamW(narrow, lr=1e-4, master_weights=True), MuonAdamW(wide, lr=1e-4), MuonAdamW(lost, lr=1e-4)]
+    for number in range(40):
+        for place, one in enumerate(wide):
+            torch.manual_seed(place)
+            gradient = torch.randn(one.shape).bfloat16()
+            for each in (narrow[place], one, lost[place]):
+                each.grad = None if number == 7 and place == 1 else gradient.to(each.dtype)
+        for run in runs:
+            run.step()
+    for one, other in zip(narrow, wide):
+        state = runs[0].state[one]
+        assert torch.equal(state.get("master", one), other)
+        assert torch.equal(one, other.to(one.dtype))
+    assert "master" not in runs[0].state[narrow[2]]
+    assert any(not torch.equal(one, other.bfloat16()) for one, other in zip(lost, wide))
+
+
+def test_a_loop_of_ones_own_loads_masters_with_all_bits():
+    weights, others = ([torch.nn.Parameter(torch.ones(shape).bfloat16()) for shape in ((4, 3), (5,))] for _ in range(2))
+    saving, loading = (MuonAdamW(each, lr=1e-4, master_weights=True) for each in (weights, others))
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.3)
+    saving.step()
+    loading.load_state_dict(saving.state_dict())
+    for weight, other in zip(weights, others):
+        saved, loaded = saving.state[weight], loading.state[other]
+        assert saved.keys() == loaded.keys()
+        assert all(torch.equal(loaded[name], value) and loaded[name] is not value for name, value in saved.items())
+
+
+def test_undecayed_matrices_are_stepped_by_adamw():
+    # gpt-oss holds the biases of its experts as one matrix.
+    weight, bias = (torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2))
+    optimizer = call_factory(
+        MuonAdamW, [weight, bias], learning_rate=None, weight_decay=None, wants_masters=False, model_name="a",
+        undecayed=[bias],
+    )  # fmt: skip
+    assert {group["use_muon"]: group["params"] for group in optimizer.param_groups} == {True: [weight], False: [bias]}
 
 
 def test_the_step_is_metered_on_the_meta_device():
