@@ -36,7 +36,7 @@ from lightning_fastft.training.optimization.choice import (
     find_undecayed_parameters,
     make_schedule,
 )
-from lightning_fastft.training.optimization.schedule_free import check_schedule, check_two_points
+from lightning_fastft.training.optimization.schedule_free import check_schedule
 from lightning_fastft.training.optimization.schedules import RunSchedule, apply_found_rate, apply_schedule
 from lightning_fastft.training.optimizer import FusedAdamW
 
@@ -291,8 +291,6 @@ class Tuner(AveragedCausalLM):
     def configure_optimizers(self) -> Any:
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
-        if is_schedule_free(optimizer):
-            check_two_points(optimizer, self)
         if isinstance(self.scheduler, str):
             if is_schedule_free(optimizer):
                 check_schedule(optimizer, self.scheduler)
