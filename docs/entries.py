@@ -100,7 +100,7 @@ def fastest(entries: Iterable[Entry]) -> Entry:
 
 
 def faster_of_repeats(run: Iterable[Entry]) -> list[Entry]:
-    """Return the entries of a run, and of a setting that it measured twice (A/A) the faster one."""
+    """Return one entry per setting of a run: the faster one if it was measured twice (A/A)."""
     found: dict[str, Entry] = {}
     for entry in run:
         label = entry.label.replace(CONTROL, "")

@@ -103,7 +103,7 @@ README_TEMPLATE = """\
 {table}
 
 Each line is one run on one GPU, named in the last column: median time of a step, peak memory, and the width of the
-optimizer's moments. Of a setting that a run measured twice the faster time counts, on both sides. *Equal moments* and
+optimizer's moments. If a run measured a setting twice, its faster time counts, for every system. *Equal moments* and
 *best* are our tokens per second divided by those of Unsloth's fastest setting in that run: with moments of equal width,
 and with the best setting of each. Empty cells were not measured in it.
 

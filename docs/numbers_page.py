@@ -75,8 +75,8 @@ and `auto` are policies for activations, `unsloth` is Unsloth's default, and `of
 
 ### Relative to other systems, in the same run
 Tokens (or examples) per second of our fastest setting, divided by those of the other system's fastest: first among
-settings with moments of the same width, then among all. Of a repeated setting the faster time counts. A base in fp8 is
-an approximation and is excluded.
+settings with moments of the same width, then among all. If a setting was repeated, its faster time counts. A base in
+fp8 is an approximation and is excluded.
 
 {ratios}
 

@@ -76,21 +76,18 @@ def meter_optimizer(
             its state itself, and ``host_bytes`` is what it copies.
         parameters: Trained parameters, on the meta device.
         default_state_bytes: State of the default optimizer.
-        of_tokens: Those of embeddings and the output layer, which an optimizer with a method ``use_adamw`` steps apart.
+        of_tokens: Parameters of embeddings and the output layer, for an optimizer with a method ``use_adamw``.
     """
     if make is None:
         return _one_pass(parameters, state_bytes=default_state_bytes)
     optimizer = make(parameters)
-    getattr(optimizer, "use_adamw", _ignore)(of_tokens)
+    if use_adamw := getattr(optimizer, "use_adamw", None):
+        use_adamw(of_tokens)
     if count := getattr(optimizer, "state_bytes", None):
         share = _OUR_8BIT_SHARE if getattr(optimizer, "optim_bits", 32) == 8 else _ROWS_SHARE
         copied_bytes = getattr(optimizer, "host_bytes", int)()
         return _one_pass(parameters, state_bytes=sum(map(count, parameters)), copied_bytes=copied_bytes, share=share)
     return _meter(optimizer) or _one_pass(parameters, state_bytes=default_state_bytes)
-
-
-def _ignore(_: Sequence[nn.Parameter]) -> None:
-    """Do nothing: the optimizer steps all parameters alike."""
 
 
 def is_metered(optimizer: Optimizer) -> bool:

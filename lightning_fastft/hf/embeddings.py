@@ -1,4 +1,4 @@
-"""The parameters of a model that are rows for tokens: its embeddings and its output layer."""
+"""Find the parameters with a row per token: embeddings and the output layer."""
 
 from __future__ import annotations
 

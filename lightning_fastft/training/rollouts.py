@@ -228,7 +228,7 @@ class RolloutDataModule(RecordedDataModule):
 
     def _rounds(self) -> Iterator[PackedBatch]:
         while True:
-            # Those that gradients are taken at, whether a checkpoint was saved since the last step or not.
+            # A save since the last step may have left a schedule-free optimizer at its average.
             self._tuner().use_gradient_point()
             # Samplers and rewards draw between two batches.
             with drawing_apart(self._round_seed(self._num_rounds, stream=-2), device=self._tuner().device):

@@ -36,7 +36,7 @@ class AveragedCausalLM(EvaluatedCausalLM):
         self._is_stepped = False
 
     def use_average(self) -> None:
-        """Give the weights the values that are evaluated and saved, until the next training batch.
+        """Set the weights to the average x, which is evaluated and saved, until the next training batch.
 
         A callback that reads weights of ``module.model`` itself between two steps calls this first.
 
@@ -61,7 +61,7 @@ class AveragedCausalLM(EvaluatedCausalLM):
 
     @torch.no_grad()
     def use_gradient_point(self) -> None:
-        """Give the weights the values at which gradients are taken, to the bit those before ``use_average``."""
+        """Set the weights to y, bit for bit as before ``use_average``."""
         for optimizer in self._schedule_free_optimizers():
             optimizer.train()
         if self._point is None:
@@ -86,42 +86,42 @@ class AveragedCausalLM(EvaluatedCausalLM):
             check_two_points(optimizer, self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a batch at the point where gradients are taken."""
+        """Switch to y before a training batch."""
         self.use_gradient_point()
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Return there, if a callback has saved since."""
+        """Switch back to y if a callback has saved since the forward."""
         self.use_gradient_point()
         super().backward(*args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Return there, if a callback has saved since; these hooks run within the step of the optimizer."""
+        """Switch back to y if a callback has saved since the backward; the optimizer's step calls this hook."""
         self.use_gradient_point()
 
     def on_validation_model_eval(self) -> None:
-        """Validate the average, and let callbacks see it."""
+        """Switch to x for a validation and its callbacks."""
         super().on_validation_model_eval()
         self.use_average()
 
     def state_dict(self, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the average of what is trained."""
+        """Return the average x of the trained weights."""
         self.use_average()
         return super().state_dict(**kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the point from which training continues."""
+        """Add y, from which training continues."""
         super().on_save_checkpoint(checkpoint)
         if self._point is not None and "optimizer_states" in checkpoint:
             checkpoint[_POINT] = self._point
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up that point to resume a run; all else continues with the average."""
+        """Restore y to resume a run; every other use of a checkpoint keeps x."""
         super().on_load_checkpoint(checkpoint)
         is_resumed = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         self._point, self._is_stepped = checkpoint.get(_POINT) if is_resumed else None, False
 
     def _end_steps(self) -> None:
-        """Leave the average in the weights, and y for a checkpoint of the run that has ended."""
+        """Leave x in the weights after a run, and keep y for a checkpoint that is saved later."""
         self.use_average()
         self._is_stepped = False
 

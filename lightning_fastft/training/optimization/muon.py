@@ -31,9 +31,9 @@ class MuonAdamW(Optimizer):
         params: Parameters, or groups of them with options of their own.
         lr: Learning rate of both, from 0.
         weight_decay: Decoupled decay per unit of learning rate, from 0.
-        momentum: Share of Muon's old momentum (Nesterov's), from 0 to 1.
+        momentum: Momentum of Muon (Nesterov), from 0 to 1.
         ns_steps: Newton-Schulz iterations of Muon, 1 to 99.
-        betas: Shares of AdamW's old moments, from 0 to 1.
+        betas: Decay rates of AdamW's moments, from 0 to 1.
         eps: Added to the denominator of AdamW.
         master_weights: Hold bf16 parameters in fp32 too, with moments in fp32: steps add to the master and write the
             parameter. Without it, changes below the last bit of a bf16 weight are lost.
@@ -126,6 +126,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def _step_master(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step the fp32 copy of a bf16 parameter, and write the parameter."""
         state = self.state[parameter]
         master = state.pop(_MASTER, None)
         if master is None:

@@ -1,4 +1,4 @@
-"""What a schedule-free optimizer cannot work with."""
+"""Refuse what a schedule-free optimizer cannot work with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_two_points(optimizer: Optimizer, module: SavedCausalLM) -> None:
-    """Refuse shards and a second average.
+    """Refuse sharded weights, and callbacks that average weights.
 
     Raises:
         OptionError: The run has one of them.
@@ -36,10 +36,10 @@ def check_two_points(optimizer: Optimizer, module: SavedCausalLM) -> None:
 
 
 def check_schedule(optimizer: Optimizer, scheduler: str) -> None:
-    """Refuse one of our schedules that falls.
+    """Refuse a schedule that lowers the learning rate.
 
     Raises:
-        OptionError: It does.
+        OptionError: The schedule is not "constant".
     """
     if scheduler != "constant":
         raise OptionError(

@@ -217,6 +217,9 @@ def test_the_step_is_metered_on_the_meta_device():
     assert cost.state_bytes == sum(sizes)
     assert meter_optimizer(MuonAdamW, on_meta, default_state_bytes=1).state_bytes == 2 * sizes[0]
     assert sum(kernel.flops for kernel in cost.kernels) > 0
+    narrow = [torch.nn.Parameter(torch.ones(64, 32, dtype=torch.bfloat16, device="meta"))]
+    with_masters = functools.partial(MuonAdamW, master_weights=True)
+    assert meter_optimizer(with_masters, narrow, default_state_bytes=1).state_bytes == 2 * sizes[0]
 
 
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"betas": (0.9, 2.0)}, {"ns_steps": 100}, {"momentum": -0.1}])
