@@ -41,7 +41,7 @@ LEAST_STEPS = 10
 MAX_GRADIENT_NORM = 1.0
 # bitsandbytes' AdamW with moments in 8 bits, and each system's own fused one; ours has further ones.
 OPTIMIZERS = ("adamw_8bit", "adamw_fused")
-OUR_OPTIMIZERS = (*OPTIMIZERS, "adamw_fused_8bit")
+OUR_OPTIMIZERS = (*OPTIMIZERS, "adamw_fused_8bit", "muon_adamw")
 REFERENCE_ONLY = "asked for its gradients only"
 # Adapters, and all weights.
 LEARNING_RATE, FULL_LEARNING_RATE = 2e-4, 1e-5

@@ -71,9 +71,7 @@ ROWS: Mapping[str, HeadlineRow] = {
         },
     ),
     # The budget is about what Unsloth's default reserves on an H200, 7.8 GiB.
-    "qwen3-8b-qlora": HeadlineRow(
-        "qwen3-8b-qlora", {"plain": ("recompute",), "ours": ("auto=8:24+fused",), "unsloth": ("unsloth",)}
-    ),
+    "qwen3-8b-qlora": HeadlineRow("qwen3-8b-qlora", {**_LARGE, "ours": (*_LARGE["ours"], "auto=8:24+fused")}),
     # Both hold a bf16 base or one in fp8, which is rounded from the same weights.
     "qwen3-8b-fp8": HeadlineRow(
         "qwen3-8b-lora",

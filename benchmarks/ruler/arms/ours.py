@@ -47,13 +47,13 @@ from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.core.patcher import ModelPatcher
 from lightning_fastft.core.status import render_status_table
 from lightning_fastft.fused.fp8_base import STATUS_NAME as FP8_STATUS
+from lightning_fastft.optim import FusedAdamW, MuonAdamW
 from lightning_fastft.packing.collate import Document, PackedBatch, collate
 from lightning_fastft.packing.packs import Packs
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.data.planned import TrainingPlan
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
-from lightning_fastft.training.optimizer import FusedAdamW
 
 
 def run(
@@ -116,6 +116,8 @@ def optimizer_factory(name: str, *, is_cuda: bool) -> Any:
     """Return the optimizer factory for FineTuner; None for its default."""
     if name == "adamw_fused_8bit":
         return functools.partial(FusedAdamW, optim_bits=8)
+    if name == "muon_adamw":
+        return functools.partial(MuonAdamW, master_weights=True)
     if name == "adamw_fused" or not is_cuda:
         return None
     from bitsandbytes.optim import AdamW8bit
