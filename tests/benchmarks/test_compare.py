@@ -783,7 +783,7 @@ def test_the_tiny_row_runs_on_a_cpu(monkeypatch, tmp_path):
     titles = [*plain, "ours shipped", "ours keep", "ours shipped", "ours keep", "ours shipped A/A"]
     records = check_results(tmp_path / "out", status, [(title, 1) for title in titles])
     assert [record["optimizer"] for record in records][:3] == ["adamw_8bit", "adamw_fused", "adamw_8bit"]
-    assert records[3]["shipped"]["config"] == "lora_qwen3_0.6b"
+    assert records[3]["shipped"]["config"] == "qlora_qwen3_8b"
     assert {"FusedKernels", "GradientHealth", "FiniteGuard", "TokenThroughput"} <= {*records[3]["shipped"]["callbacks"]}
 
 

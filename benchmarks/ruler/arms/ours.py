@@ -167,12 +167,13 @@ def train_shipped(
     """Train as ``fastft fit --config NAME`` does: with Trainer, strategy and callbacks of the shipped config, and its
     PackedDataModule on the ruler's tokenised rows and packs.
 
-    The tuner is that of the ruler, so that adapters are those of every other system.
+    The tuner is that of the ruler, so that adapters are those of every other system; a step trains one pack, as theirs.
     """
     name = SHIPPED_CONFIGS[recorder.case.workload]
     num_steps = recorder.num_total + MeasuringCallback.num_extra_steps
     with tempfile.TemporaryDirectory() as folder:
         words = ["--config", name, "--trainer.max_steps", str(num_steps), "--trainer.max_epochs", "-1"]
+        words += ["--trainer.accumulate_grad_batches", "1"]
         words += ["--trainer.default_root_dir", folder, "--data.paths", "unused.jsonl"]
         words += [] if is_cuda else ["--trainer.accelerator", "cpu"]
         cli = FastFTCLI(words, run=False)
