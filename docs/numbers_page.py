@@ -185,8 +185,9 @@ GPUs are never compared. `python -m benchmarks.published table` prints the same 
 {published}
 ## Several GPUs
 `strategy="fastft_ddp"` and `strategy="fastft_fsdp"`; memory is the maximum over ranks. *Times one GPU*
-compares tokens per second with the newest row of one GPU of the same kind on the same workload. `fastft plan`
-predicts these rows; `python -m benchmarks.cluster_model` prints its errors.
+compares tokens per second with the newest row of one GPU of the same kind on the same workload. That row may be of
+older code, so a ratio can exceed the number of GPUs. `fastft plan` predicts these rows;
+`python -m benchmarks.cluster_model` prints its errors.
 
 {gpus}
 

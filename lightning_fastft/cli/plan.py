@@ -30,6 +30,7 @@ from lightning_fastft.strategies.fsdp2 import FastFTFSDPStrategy
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.distillation import DistillationTuner
 from lightning_fastft.training.optimization.choice import call_factory
+from lightning_fastft.training.optimization.schedule_free import check_schedule
 from lightning_fastft.training.reference import ADAPTERS_OFF, STORED, ReferenceTuner
 from lightning_fastft.training.reward import RewardTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
@@ -341,6 +342,7 @@ def _describe_run(model: Tuner, *, num_tokens: int, document_tokens: int) -> str
         return run
     # A matrix, because Muon takes nothing else.
     optimizer = model.optimizer_factory([nn.Parameter(torch.zeros(1, 1))])
+    check_schedule(optimizer, model.scheduler)
     name = type(optimizer).__name__
     if not is_metered(optimizer):
         return f"{run}\noptimizer: a step of {name} cannot be simulated here; memory and time are those of AdamW"

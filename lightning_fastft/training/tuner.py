@@ -13,7 +13,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_fastft.core.errors import DataError, OptionError
-from lightning_fastft.core.optimizer_twin import is_schedule_free
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
@@ -291,9 +290,8 @@ class Tuner(AveragedCausalLM):
     def configure_optimizers(self) -> Any:
         """Return the optimizer over every trainable parameter, and its schedule."""
         optimizer = self._make_optimizer()
+        check_schedule(optimizer, self.scheduler)
         if isinstance(self.scheduler, str):
-            if is_schedule_free(optimizer):
-                check_schedule(optimizer, self.scheduler)
             check_interval(self)
             # Lightning gives a run that trains nothing the length of an endless one.
             num_steps = self.trainer.estimated_stepping_batches if self.trainer.limit_train_batches else 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.optimizer_twin import is_schedule_free
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -35,13 +36,13 @@ def check_two_points(optimizer: Optimizer, module: SavedCausalLM) -> None:
             )
 
 
-def check_schedule(optimizer: Optimizer, scheduler: str) -> None:
-    """Refuse a schedule that lowers the learning rate.
+def check_schedule(optimizer: Optimizer, scheduler: object) -> None:
+    """Refuse a schedule of ours that lowers the learning rate of a schedule-free optimizer.
 
     Raises:
-        OptionError: The schedule is not "constant".
+        OptionError: It does.
     """
-    if scheduler != "constant":
+    if is_schedule_free(optimizer) and isinstance(scheduler, str) and scheduler != "constant":
         raise OptionError(
             f"scheduler={scheduler!r} lowers the learning rate, and {type(optimizer).__name__} averages weights in "
             "place of that. Set scheduler='constant', after whose warm-up (warmup_share, warmup_steps) the rate stays."
