@@ -13,7 +13,6 @@ from docs.entries import (
     BITS,
     RESULTS,
     Entry,
-    best_pair,
     faster_of_repeats,
     fastest,
     figure,
@@ -103,10 +102,10 @@ README_LINES = (
 README_TEMPLATE = """\
 {table}
 
-Each line is one run on one GPU, named in the last column: median time of a step, peak memory, and the width of the
-optimizer's moments. If a run measured a setting twice, its faster time counts, for every system. *Equal moments* and
-*best* are our tokens per second divided by those of Unsloth's fastest setting in that run: with moments of equal width,
-and with the best setting of each. Empty cells were not measured in it.
+Each line is one run on one GPU, named in the last column: the width of the optimizer's moments, the same on both sides,
+median time of a step, and peak memory. If a run measured a setting twice, its faster time counts, for every system.
+*Times as fast* divides our tokens per second by those of Unsloth's fastest setting in that run; under `vram_budget=12`
+by those of its default, the only one that needs as little memory. Empty cells were not measured in it.
 
 Where ours loses: memory. With all activations kept, Qwen3-14B takes {keep_gib} GiB, Unsloth's default {unsloth_gib} GiB
 ({cite[14b]}). Qwen3-0.6B, recomputed and without CUDA graphs, takes {eager_gib} GiB and {eager_ms} ms, Unsloth's
@@ -192,32 +191,26 @@ def write_readme_headlines(path: Path = RESULTS) -> str:
     """Return the headlines of README.md: every line is of one run."""
     entries = read_entries(path)
     lines = table_head(
-        "one GPU", "ours", "Unsloth, default", "Unsloth, fastest", "equal moments", "best", "run"
+        "one GPU", "moments", "ours", "Unsloth, default", "Unsloth, fastest", "times as fast", "run"
     )  # fmt: skip
     for title, name, setting in README_LINES:
         run = find_named_run(entries, name)
-        ours = [e for e in run if short_label(e) == f"ours {setting}"]
-        others = [e for e in run if e.system == "unsloth"]
+        ours = fastest(e for e in run if short_label(e) == f"ours {setting}")
+        bits = BITS[ours.optimizer]
+        others = [e for e in run if e.system == "unsloth" and BITS[e.optimizer] == bits]
         default = [e for e in others if e.setting == "unsloth"]
-        if setting == _BUDGET:
-            # Only the default needs as little memory.
-            others = default
-        pairs = [best_pair([*ours, *others], "unsloth", bits) for bits in ("8-bit", "32-bit", None)]
-        ratios = [f"{pair[0].rate / pair[1].rate:.2f}" if pair else "" for pair in pairs]
-        equal = ", ".join(f"{ratio} ({bits})" for ratio, bits in zip(ratios, ("8-bit", "32-bit")) if ratio)
-        cells = [_cell(found) for found in (ours, default, others)]
-        lines.append(table_row(title, *cells, equal, ratios[-1], cite_run(name)))
+        # Only the default needs as little memory as the budget.
+        other = fastest(default if setting == _BUDGET else others)
+        ratio = f"{ours.rate / other.rate:.2f}"
+        cells = (_cell(ours), *map(_cell, default or [None]), _cell(other))
+        lines.append(table_row(title, bits, *cells, ratio, cite_run(name)))
     cite = {name: cite_run(name) for name in NAMED_RUNS}
     return README_TEMPLATE.format(table="\n".join(lines), cite=cite, **find_figures(entries))
 
 
-def _cell(entries: Sequence[Entry]) -> str:
-    """Return time, memory and width of moments of the fastest entry."""
-    if not entries:
-        return ""
-    entry = fastest(entries)
-    width = f" ({BITS[entry.optimizer]})" if entry.optimizer in BITS else ""
-    return f"{figure(entry, 'ms')} ms, {figure(entry, 'allocated')} GiB{width}"
+def _cell(entry: Entry | None) -> str:
+    """Return time and memory of an entry; empty without one."""
+    return "" if entry is None else f"{figure(entry, 'ms')} ms, {figure(entry, 'allocated')} GiB"
 
 
 def cite_run(name: str) -> str:

@@ -95,6 +95,30 @@ def test_the_headlines_of_the_readme_are_those_of_results(readme):
     assert part == named_runs.write_readme_headlines(), "results.csv has changed: python docs/generate.py"
 
 
+def test_a_line_compares_settings_whose_moments_have_the_same_width(monkeypatch, tmp_path):
+    monkeypatch.setattr(named_runs, "NAMED_RUNS", {"small": named_runs.NamedRun("tiny", ("ours keep", "unsloth off"))})
+    monkeypatch.setattr(named_runs, "README_LINES", (named_runs.Headline("Tiny", "small", "keep"),))
+    monkeypatch.setattr(named_runs, "README_TEMPLATE", "{table}")
+    monkeypatch.setattr(named_runs, "find_figures", lambda entries: {})
+    fields = {"date": "2026-11-30", "benchmark": "compare", "workload": "tiny, packed, labels 100%", "command": "run"}
+    # Unsloth's fastest setting has moments in 8 bits, ours in 32.
+    times = {"ours keep, adamw_fused": 50, "unsloth off, adamw_fused": 100, "unsloth off, adamw_8bit": 60}
+    times |= {"unsloth off A/A, adamw_fused": 75, "unsloth unsloth, adamw_fused": 200}
+    with (tmp_path / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*fields, "system", "device", "metric", "unit", "value", "n"])
+        writer.writeheader()
+        for system, ms in times.items():
+            for metric, unit, value in (
+                ("step", "ms", ms),
+                ("tokens", "tokens/s", 1e5 / ms),
+                ("peak allocated", "GiB", 9),
+            ):
+                own = {"system": system, "device": "H200", "metric": metric, "unit": unit, "value": value, "n": 30}
+                writer.writerow({**fields, **own})
+    line = named_runs.write_readme_headlines(tmp_path / "results.csv").splitlines()[-1]
+    assert line.startswith("| Tiny | 32-bit | 50 ms, 9 GiB | 200 ms, 9 GiB | 75 ms, 9 GiB | 1.50 | [run small]")
+
+
 def test_a_run_without_one_of_its_labels_is_not_named(monkeypatch):
     entries = read_entries()
     small = named_runs.NamedRun("qwen3-0.6b-lora", ("ours keep+graphs", "unsloth no-such-mode"))
