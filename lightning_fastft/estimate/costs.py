@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 # Host time per kernel, Python included, of transformers' layers and of fused ones, which launch fewer: fitted to
 # Qwen3-0.6B LoRA, all kept, which is launch-bound. 265 ms, 37 of them in the optimizer; and 170 ms, the 209 ms of fused
-# layers (mean of two rows) on the same host times 190 / 234, by which one H100 has grown faster since (CHANGELOG.md).
+# layers (mean of two rows) on the same host times 190 / 234: one H100 took 234 ms a step before, and 190 ms now.
 # That code launched 15 % more kernels than this one, whose step is predicted at 148 ms. Another host may be several
 # times faster.
 _HOST_MS_PER_KERNEL, _HOST_MS_FUSED = 0.0391, 0.0978
