@@ -156,7 +156,9 @@ def test_an_optimizer_that_refuses_the_parameters_is_refused_as_in_a_run(plan):
 def test_a_falling_schedule_of_a_schedule_free_optimizer_is_refused_as_in_a_run(plan):
     pytest.importorskip("schedulefree")
     words = ["--gpu", "H100", "--allow-import", "schedulefree", "--model.optimizer", "schedulefree.AdamWScheduleFree"]
-    with pytest.raises(OptionError, match="scheduler='cosine' lowers the learning rate, and AdamWScheduleFree averages"):
+    with pytest.raises(
+        OptionError, match="scheduler='cosine' lowers the learning rate, and AdamWScheduleFree averages"
+    ):
         plan(*words)
     assert "keep all" in plan(*words, "--model.scheduler", "constant")
 

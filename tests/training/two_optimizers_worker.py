@@ -1,7 +1,7 @@
 """Train on two ranks, and go on from the middle: ``-m tests.training.two_optimizers_worker <folder> <kind>``
 
 Kinds: "muon" (``MuonAdamW`` over shards), "schedule_free" (under DDP). Rank 0 writes the weights of both runs at their
-end to ``<folder>/weights.pt``.
+end to ``<folder>/weights.pt``, and every rank, for "muon", matrices that were stepped in shards to ``<folder>/matrices<RANK>.pt``.
 """
 
 import functools
@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_fastft.optim import MuonAdamW
@@ -50,11 +52,29 @@ def run(kind, *, folder, ckpt_path=None, **options):
     return whole.weights
 
 
+def step_matrices(cut):
+    """Return matrices after two steps: more and fewer than ranks, rows that do not divide, experts."""
+    torch.manual_seed(3)
+    weights = [torch.nn.Parameter(cut(torch.randn(shape))) for shape in [(5, 7)] * 3 + [(7, 5), (3, 4, 6), (3, 4, 6)]]
+    optimizer = MuonAdamW(weights, lr=0.1)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = cut(torch.randn(weight.shape))
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
 def main(folder, kind):
     register_strategies()
     options = {"devices": 2, "strategy": "fastft_fsdp" if kind == "muon" else "fastft_ddp"}
     first = run(kind, folder=f"{folder}/a", **options)
     second = run(kind, folder=f"{folder}/b", ckpt_path=f"{folder}/a/step=2.ckpt", **options)
+    if kind == "muon":
+        mesh = init_device_mesh("cpu", (2,))
+        stepped = [
+            each.full_tensor() for each in step_matrices(lambda whole: distribute_tensor(whole, mesh, [Shard(0)]))
+        ]
+        torch.save(stepped, Path(folder) / f"matrices{os.environ['RANK']}.pt")
     if os.environ["RANK"] == "0":
         torch.save([first, second], Path(folder) / "weights.pt")
 

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch.optim import AdamW, Muon, Optimizer
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fastft.core.checks import check_bool, check_float, check_int
-from lightning_fastft.core.errors import OptionError
 
-_MUON_OPTIONS = ("lr", "weight_decay", "momentum", "ns_steps")
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "foreach")
 # Name of the fp32 copy of a bf16 parameter in its state, as in FusedAdamW.
 _MASTER = "master"
+# Of the quintic Newton-Schulz iteration of torch.optim.Muon.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Parameters of up to so many values are stepped together.
+_MAX_VALUES = 2**26
 
 
 class MuonAdamW(Optimizer):
-    """Step matrices with torch.optim.Muon, and vectors, embeddings and the output layer with torch.optim.AdamW.
+    """Step matrices with Muon, and vectors, embeddings and the output layer with torch.optim.AdamW.
 
     A tuner names its embeddings, output layer, norms and biases. In a module of your own give them in a group with
-    ``"use_muon": False``; without that, every tensor with two axes of more than one value is a matrix. One learning
-    rate fits both, because an update of Muon is scaled to the size of one of AdamW (``match_rms_adamw``). Each group
-    that is given becomes one for each of the two; state and files are those of the two optimizers.
+    ``"use_muon": False``; without that, every tensor with two axes of more than one value is a matrix, and one with
+    three holds the matrices of experts. One learning rate fits both, because an update of Muon is scaled to the size of
+    one of AdamW (``match_rms_adamw``). Each group that is given becomes one for each of the two; the state is that of
+    torch.optim.Muon and AdamW.
 
     Args:
         params: Parameters, or groups of them with options of their own.
@@ -39,11 +45,13 @@ class MuonAdamW(Optimizer):
             parameter. Without it, changes below the last bit of a bf16 weight are lost.
 
     Raises:
-        OptionError: A number is not allowed, or a parameter holds the matrices of several experts.
+        OptionError: A number is not allowed.
 
     Cost:
         4 bytes of state per fp32 value of a matrix, 8 per other value, and 4 more per value with a master. An iteration
-        has three GEMMs per matrix. A step with masters holds the fp32 gradient of one parameter at a time.
+        has three GEMMs per matrix, in bf16, for all matrices of one shape at once. A step works on a parameter, or on
+        2**26 values, at a time: 18 bytes for each of them, with masters 22. Matrices that FSDP2 cuts are exchanged
+        between ranks twice in a step, 2 bytes per value, and each rank iterates on its share of them.
 
     Source:
         Muon is Scalable for LLM Training, arXiv 2502.16982; torch.optim.Muon, torch.optim.AdamW.
@@ -78,16 +86,10 @@ class MuonAdamW(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices and one of other parameters; one group if it says itself which it is.
-
-        Raises:
-            OptionError: A parameter holds the matrices of several experts.
-        """
+        """Add a group of matrices and one of other parameters; one group if it says itself which it is."""
         given = param_group["params"]
         members = [given] if isinstance(given, torch.Tensor) else list(given)
         if "use_muon" not in param_group:
-            for each in members:
-                _check_shape(each)
             kinds = {use_muon: [each for each in members if _is_matrix(each) is use_muon] for use_muon in (True, False)}
         else:
             kinds = {bool(param_group["use_muon"]): members}
@@ -114,31 +116,27 @@ class MuonAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if whole := [each for each in group["params"] if not _has_master(each, group)]:
-                part = _part_of(group, whole)
-                # One dictionary for both, so that saves and loads are those of any optimizer.
-                part.state = self.state
-                part.step()
-            for parameter in group["params"]:
-                if parameter.grad is not None and _has_master(parameter, group):
-                    self._step_master(parameter, group)
+            for parameters in _parts_of(group):
+                self._step_part(parameters, group)
         return loss
 
     @torch.no_grad()
-    def _step_master(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Step the fp32 copy of a bf16 parameter, and write the parameter."""
-        state = self.state[parameter]
-        master = state.pop(_MASTER, None)
-        if master is None:
-            master = parameter.detach().float()
-        assert parameter.grad is not None
-        master.grad = parameter.grad.float()
-        part = _part_of(group, [master])
-        part.state[master] = state
-        part.step()
-        master.grad = None
-        state[_MASTER] = master
-        parameter.copy_(master)
+    def _step_part(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Step parameters that have gradients; those with a master through it."""
+        states = [self.state[parameter] for parameter in parameters]
+        weights, gradients = [], []
+        for parameter, state in zip(parameters, states):
+            assert parameter.grad is not None
+            has_master = group["master_weights"] and parameter.dtype is torch.bfloat16
+            # AdamW makes its state where there is none, so the master is not in it meanwhile.
+            master = state.pop(_MASTER, None) if has_master else parameter
+            weights.append(parameter.detach().float() if master is None else master)
+            gradients.append(parameter.grad.float() if has_master else parameter.grad)
+        (_step_muon if group["use_muon"] else _step_adamw)(weights, gradients, states, group)
+        for parameter, state, weight in zip(parameters, states, weights):
+            if weight is not parameter:
+                state[_MASTER] = weight
+                parameter.copy_(weight)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, in its dtypes: PyTorch would cast masters to the dtype of the parameter."""
@@ -157,26 +155,91 @@ class MuonAdamW(Optimizer):
                 }
 
 
-def _has_master(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-    return bool(group["master_weights"]) and parameter.dtype is torch.bfloat16
+def _parts_of(group: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
+    """Yield the parameters with gradients that are stepped together: matrices alike, and few enough for a copy."""
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for parameter in group["params"]:
+        if parameter.grad is not None:
+            kind = (parameter.shape, parameter.device, getattr(parameter, "placements", None))
+            alike.setdefault(kind if group["use_muon"] else None, []).append(parameter)
+    for members in alike.values():
+        part: list[torch.Tensor] = []
+        for parameter in members:
+            if part and sum(each.numel() for each in part) + parameter.numel() > _MAX_VALUES:
+                yield part
+                part = []
+            part.append(parameter)
+        yield part
 
 
-def _part_of(group: dict[str, Any], parameters: list[torch.Tensor]) -> Optimizer:
-    """Return the optimizer of parameters of one group, without state."""
-    if group["use_muon"]:
-        return Muon(parameters, adjust_lr_fn="match_rms_adamw", **{name: group[name] for name in _MUON_OPTIONS})
-    return AdamW(parameters, **{name: group[name] for name in _ADAMW_OPTIONS})
+def _step_adamw(
+    weights: list[torch.Tensor], gradients: list[torch.Tensor], states: list[dict[str, Any]], group: dict[str, Any]
+) -> None:
+    part = AdamW(weights, **{name: group[name] for name in _ADAMW_OPTIONS})
+    own = [weight.grad for weight in weights]
+    for weight, gradient, state in zip(weights, gradients, states):
+        weight.grad, part.state[weight] = gradient, state
+    part.step()
+    for weight, gradient in zip(weights, own):
+        weight.grad = gradient
+
+
+def _step_muon(
+    weights: list[torch.Tensor], gradients: list[torch.Tensor], states: list[dict[str, Any]], group: dict[str, Any]
+) -> None:
+    """Step matrices of one shape as torch.optim.Muon does with ``match_rms_adamw``; shards in place."""
+    for weight, state in zip(weights, states):
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+    momenta = [_to_local(state["momentum_buffer"]) for state in states]
+    torch._foreach_lerp_(momenta, list(map(_to_local, gradients)), 1 - group["momentum"])
+    updates = torch._foreach_lerp(list(map(_to_local, gradients)), momenta, group["momentum"])
+    update = torch.stack([each.bfloat16() for each in updates])
+    directions = _orthogonalise(update, weights[0], num_steps=group["ns_steps"])
+    parts = list(map(_to_local, weights))
+    torch._foreach_mul_(parts, 1 - group["lr"] * group["weight_decay"])
+    rate = group["lr"] * 0.2 * math.sqrt(max(weights[0].shape[-2:]))
+    torch._foreach_add_(parts, list(directions.to(parts[0].dtype).unbind()), alpha=-rate)
+
+
+def _orthogonalise(update: torch.Tensor, weight: torch.Tensor, *, num_steps: int) -> torch.Tensor:
+    """Return the orthogonalised matrices of a stack of updates, each of the shape and placement of the weight.
+
+    Every rank iterates on whole matrices: those that are cut are exchanged for a share of the stack, and back.
+    """
+    if not isinstance(weight, DTensor):
+        return _iterate(update.flatten(0, -3), num_steps).view_as(update)
+    shape = (len(update), *weight.shape)
+    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    cut = [Shard(each.dim + 1) if isinstance(each, Shard) else each for each in weight.placements]
+    whole = [Shard(0) if isinstance(each, Shard) and each.dim >= len(shape) - 2 else each for each in cut]
+    place = functools.partial(DTensor.from_local, device_mesh=weight.device_mesh, shape=shape, stride=stride)
+    stack = place(update, placements=cut).redistribute(placements=whole).to_local()
+    direction = _iterate(stack.flatten(0, -3), num_steps).view_as(stack)
+    return place(direction, placements=whole).redistribute(placements=cut).to_local()
+
+
+def _iterate(matrix_BMN: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Return the matrices with singular values near 1 (Newton-Schulz), as torch.optim.Muon computes them one by one.
+
+    Args:
+        matrix_BMN: Shape (B, M, N), bf16.
+        num_steps: Iterations.
+    """
+    is_tall = matrix_BMN.shape[1] > matrix_BMN.shape[2]
+    x = matrix_BMN.mT if is_tall else matrix_BMN
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=_COEFFICIENTS[1], alpha=_COEFFICIENTS[2])
+        x = torch.baddbmm(x, gram, x, beta=_COEFFICIENTS[0])
+    return (x.mT if is_tall else x).contiguous()
+
+
+def _to_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_matrix(parameter: torch.Tensor) -> bool:
-    return parameter.ndim == 2 and min(parameter.shape) > 1
-
-
-def _check_shape(parameter: torch.Tensor) -> None:
-    # A depthwise convolution has shape (C, 1, K).
-    if parameter.ndim == 3 and min(parameter.shape) > 1:
-        raise OptionError(
-            f"MuonAdamW got a tensor of shape {tuple(parameter.shape)}: experts in one tensor, which torch's Muon does "
-            "not step one by one. Train adapters (lora), or use FusedAdamW; in a module of your own, give such tensors "
-            'in a group with "use_muon": False for AdamW.'
-        )
+    # Experts are in one tensor of three axes. A depthwise convolution has shape (C, 1, K).
+    return parameter.ndim in (2, 3) and min(parameter.shape) > 1

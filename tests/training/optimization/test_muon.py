@@ -133,10 +133,38 @@ def test_a_bad_step_is_skipped_and_counted(tmp_path, accumulate):
     assert all(torch.isfinite(each).all() for each in trainable(module).values())
 
 
-def test_experts_in_one_tensor_are_refused(tmp_path):
-    config = build_tiny("qwen3_moe").config
-    with pytest.raises(OptionError, match="experts in one tensor"):
-        fit(make_tuner(config, weight_decay=None), tmp_path)
+def test_experts_in_one_tensor_are_stepped_one_by_one(tmp_path):
+    module = make_tuner(build_tiny("qwen3_moe").config, weight_decay=None)
+    trainer = fit(module, tmp_path, num_steps=2)
+    names = {parameter: name for name, parameter in trainable(module).items()}
+    groups = trainer.optimizers[0].param_groups
+    assert any("experts" in names[each] for group in groups if group["use_muon"] for each in group["params"])
+    torch.manual_seed(5)
+    together = torch.nn.Parameter(torch.randn(3, 8, 6))
+    alone = [torch.nn.Parameter(each.clone()) for each in together.detach()]
+    whole, single = MuonAdamW([together], lr=0.1), torch.optim.Muon(alone, lr=0.1, adjust_lr_fn="match_rms_adamw")
+    single.param_groups[0]["weight_decay"] = whole.param_groups[0]["weight_decay"]
+    for _ in range(3):
+        together.grad = torch.randn(3, 8, 6)
+        for weight, gradient in zip(alone, together.grad):
+            weight.grad = gradient.clone()
+        whole.step()
+        single.step()
+    assert torch.equal(together, torch.stack(list(alone)))
+
+
+def test_matrices_of_one_shape_are_stepped_at_once_and_no_more_than_fit(monkeypatch):
+    def count(num_matrices):
+        weights = [torch.nn.Parameter(torch.ones(8, 6)) for _ in range(num_matrices)]
+        for weight in weights:
+            weight.grad = torch.ones(8, 6)
+        with torch.profiler.profile() as profile:
+            MuonAdamW(weights).step()
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::baddbmm")
+
+    assert count(12) == count(1) == 10
+    monkeypatch.setattr("lightning_fastft.training.optimization.muon._MAX_VALUES", 100)
+    assert count(12) == 60
 
 
 def test_groups_that_are_added_are_divided_too():
@@ -145,8 +173,6 @@ def test_groups_that_are_added_are_divided_too():
     assert [(len(group["params"]), group["use_muon"], group["lr"]) for group in optimizer.param_groups] == [
         (1, True, 0.5), (2, False, 0.5), (1, False, 1e-3),
     ]  # fmt: skip
-    with pytest.raises(OptionError, match=r"\(3, 3, 3\)"):
-        optimizer.add_param_group({"params": weights[4:]})
     optimizer.add_param_group({"params": weights[4:], "use_muon": False})
     assert optimizer.param_groups[-1]["params"] == weights[4:]
     for weight in weights:
