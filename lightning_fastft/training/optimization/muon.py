@@ -20,7 +20,7 @@ _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "foreach")
 _MASTER = "master"
 # Of the quintic Newton-Schulz iteration of torch.optim.Muon.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Parameters of up to so many values are stepped together.
+# A rank steps parameters of up to so many values together.
 _MAX_VALUES = 2**26
 
 
@@ -156,32 +156,35 @@ class MuonAdamW(Optimizer):
 
 
 def _parts_of(group: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
-    """Yield the parameters with gradients that are stepped together: matrices alike, and few enough for a copy."""
+    """Yield the parameters with gradients that are stepped together: of one shape, as many for each rank as fit."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in group["params"]:
         if parameter.grad is not None:
-            kind = (parameter.shape, parameter.device, getattr(parameter, "placements", None))
-            alike.setdefault(kind if group["use_muon"] else None, []).append(parameter)
+            placement = (getattr(parameter, name, None) for name in ("device_mesh", "placements"))
+            alike.setdefault((parameter.shape, parameter.device, *placement), []).append(parameter)
     for members in alike.values():
-        part: list[torch.Tensor] = []
-        for parameter in members:
-            if part and sum(each.numel() for each in part) + parameter.numel() > _MAX_VALUES:
-                yield part
-                part = []
-            part.append(parameter)
-        yield part
+        size = _num_shards(members[0]) * max(1, _MAX_VALUES // members[0].numel())
+        for start in range(0, len(members), size):
+            yield members[start : start + size]
+
+
+def _num_shards(parameter: torch.Tensor) -> int:
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if isinstance(placement, Shard))
 
 
 def _step_adamw(
     weights: list[torch.Tensor], gradients: list[torch.Tensor], states: list[dict[str, Any]], group: dict[str, Any]
 ) -> None:
     part = AdamW(weights, **{name: group[name] for name in _ADAMW_OPTIONS})
-    own = [weight.grad for weight in weights]
+    held = [weight.grad for weight in weights]
     for weight, gradient, state in zip(weights, gradients, states):
         weight.grad, part.state[weight] = gradient, state
     part.step()
-    for weight, gradient in zip(weights, own):
-        weight.grad = gradient
+    for weight, own in zip(weights, held):
+        weight.grad = own
 
 
 def _step_muon(
@@ -209,7 +212,7 @@ def _orthogonalise(update: torch.Tensor, weight: torch.Tensor, *, num_steps: int
     """
     if not isinstance(weight, DTensor):
         return _iterate(update.flatten(0, -3), num_steps).view_as(update)
-    shape = (len(update), *weight.shape)
+    shape = torch.Size((len(update), *weight.shape))
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     cut = [Shard(each.dim + 1) if isinstance(each, Shard) else each for each in weight.placements]
     whole = [Shard(0) if isinstance(each, Shard) and each.dim >= len(shape) - 2 else each for each in cut]
