@@ -128,8 +128,7 @@ class MuonAdamW(Optimizer):
         for parameter, state in zip(parameters, states):
             assert parameter.grad is not None
             has_master = group["master_weights"] and parameter.dtype is torch.bfloat16
-            # AdamW makes its state where there is none, so the master is not in it meanwhile.
-            master = state.pop(_MASTER, None) if has_master else parameter
+            master = state.get(_MASTER) if has_master else parameter
             weights.append(parameter.detach().float() if master is None else master)
             gradients.append(parameter.grad.float() if has_master else parameter.grad)
         (_step_muon if group["use_muon"] else _step_adamw)(weights, gradients, states, group)
@@ -192,7 +191,7 @@ def _step_muon(
 ) -> None:
     """Step matrices of one shape as torch.optim.Muon does with ``match_rms_adamw``; shards in place."""
     for weight, state in zip(weights, states):
-        if not state:
+        if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
     momenta = [_to_local(state["momentum_buffer"]) for state in states]
     torch._foreach_lerp_(momenta, list(map(_to_local, gradients)), 1 - group["momentum"])
