@@ -19,6 +19,7 @@ from lightning_fastft.training.fine_tuner import FineTuner
 from lightning_fastft.training.optimization.choice import call_factory
 from lightning_fastft.training.optimization.schedules import RunSchedule
 from tests.support.fine_tuners import trainable, tuner
+from tests.support.muon import assert_as_near, exact_iterations
 from tests.support.sizes import tiny_qwen3
 from tests.support.tiny_models import build_tiny
 from tests.support.training_parts import VOCAB_SIZE, packed_batches, quiet_trainer
@@ -71,9 +72,11 @@ def assert_same_weights(one, other):
 
 
 def test_a_run_has_the_weights_of_both_optimizers_with_one_schedule(tmp_path):
-    module, twin = make_tuner(), make_tuner()
+    module, twin, exact = make_tuner(), make_tuner(), make_tuner()
     health = GradientHealth(num_steps=4)
     trainer = fit(module, tmp_path, callbacks=[health])
+    with exact_iterations():
+        fit(exact, tmp_path)
     make = twin.configure_optimizers
 
     def configure():
@@ -86,7 +89,8 @@ def test_a_run_has_the_weights_of_both_optimizers_with_one_schedule(tmp_path):
 
     twin.configure_optimizers = configure
     fit(twin, tmp_path)
-    assert_same_weights(module, twin)
+    for weights in zip(*(trainable(each).values() for each in (module, twin, exact)), strict=True):
+        assert_as_near(*weights)
     assert "moved" in health.status().reason
     names = {parameter: name for name, parameter in trainable(module).items()}
     kinds = {names[each]: group["use_muon"] for group in trainer.optimizers[0].param_groups for each in group["params"]}
@@ -140,17 +144,20 @@ def test_experts_in_one_tensor_are_stepped_one_by_one(tmp_path):
     groups = trainer.optimizers[0].param_groups
     assert any("experts" in names[each] for group in groups if group["use_muon"] for each in group["params"])
     torch.manual_seed(5)
-    together = torch.nn.Parameter(torch.randn(10, 8, 6))
+    together, exact = (torch.nn.Parameter(each) for each in torch.randn(10, 8, 6).repeat(2, 1, 1, 1))
     alone = [torch.nn.Parameter(each.clone()) for each in together.detach()]
-    whole, single = MuonAdamW([together], lr=0.1), torch.optim.Muon(alone, lr=0.1, adjust_lr_fn="match_rms_adamw")
-    single.param_groups[0]["weight_decay"] = whole.param_groups[0]["weight_decay"]
+    single = torch.optim.Muon(alone, lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    optimizers = [MuonAdamW([each], lr=0.1, weight_decay=0.01) for each in (together, exact)]
     for _ in range(3):
-        together.grad = torch.randn(10, 8, 6)
+        together.grad = exact.grad = torch.randn(10, 8, 6)
         for weight, gradient in zip(alone, together.grad):
-            weight.grad = gradient.clone()
-        whole.step()
+            weight.grad = gradient
         single.step()
-    assert torch.equal(together, torch.stack(list(alone)))
+        optimizers[0].step()
+        with exact_iterations():
+            optimizers[1].step()
+    for weights in zip(together, alone, exact, strict=True):
+        assert_as_near(*weights)
 
 
 def test_matrices_of_one_shape_are_stepped_at_once_and_no_more_than_fit(monkeypatch):
