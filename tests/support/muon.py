@@ -1,5 +1,6 @@
 """Muon without the rounding of its iterations, as the measure of a step in bf16."""
 
+import contextlib
 from unittest import mock
 
 
@@ -14,9 +15,16 @@ def iterate(matrix_BMN, num_steps):
     return (x.mT if is_tall else x).float()
 
 
+@contextlib.contextmanager
 def exact_iterations():
-    """While it is entered, MuonAdamW iterates in fp64."""
-    return mock.patch("lightning_fastft.training.optimization.muon._iterate", iterate)
+    """While it is entered, MuonAdamW and torch.optim.Muon iterate in fp64."""
+    with (
+        mock.patch("lightning_fastft.training.optimization.muon._iterate", iterate),
+        mock.patch(
+            "torch.optim._muon._zeropower_via_newtonschulz", lambda grad, _, steps, *__: iterate(grad[None], steps)[0]
+        ),
+    ):
+        yield
 
 
 def assert_as_near(tensor, other, exact):

@@ -75,20 +75,20 @@ def test_a_run_has_the_weights_of_both_optimizers_with_one_schedule(tmp_path):
     module, twin, exact = make_tuner(), make_tuner(), make_tuner()
     health = GradientHealth(num_steps=4)
     trainer = fit(module, tmp_path, callbacks=[health])
-    with exact_iterations():
-        fit(exact, tmp_path)
-    make = twin.configure_optimizers
 
-    def configure():
-        optimizer = TwoOptimizers(twin, lr=1e-2, weight_decay=0.1)
+    def configure(run, make):
+        optimizer = TwoOptimizers(run, lr=1e-2, weight_decay=0.1)
         share = make()["lr_scheduler"]["scheduler"].lr_lambdas[0]
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": RunSchedule(optimizer, share), "interval": "step"},
         }
 
-    twin.configure_optimizers = configure
+    for run in (twin, exact):
+        run.configure_optimizers = functools.partial(configure, run, run.configure_optimizers)
     fit(twin, tmp_path)
+    with exact_iterations():
+        fit(exact, tmp_path)
     for weights in zip(*(trainable(each).values() for each in (module, twin, exact)), strict=True):
         assert_as_near(*weights)
     assert "moved" in health.status().reason
@@ -144,18 +144,20 @@ def test_experts_in_one_tensor_are_stepped_one_by_one(tmp_path):
     groups = trainer.optimizers[0].param_groups
     assert any("experts" in names[each] for group in groups if group["use_muon"] for each in group["params"])
     torch.manual_seed(5)
-    together, exact = (torch.nn.Parameter(each) for each in torch.randn(10, 8, 6).repeat(2, 1, 1, 1))
-    alone = [torch.nn.Parameter(each.clone()) for each in together.detach()]
-    single = torch.optim.Muon(alone, lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    optimizers = [MuonAdamW([each], lr=0.1, weight_decay=0.01) for each in (together, exact)]
+    together = torch.nn.Parameter(torch.randn(10, 8, 6))
+    alone, exact = ([torch.nn.Parameter(each.clone()) for each in together.detach()] for _ in range(2))
+    single, exact_single = (
+        torch.optim.Muon(each, lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw") for each in (alone, exact)
+    )
+    optimizer = MuonAdamW([together], lr=0.1, weight_decay=0.01)
     for _ in range(3):
-        together.grad = exact.grad = torch.randn(10, 8, 6)
-        for weight, gradient in zip(alone, together.grad):
+        together.grad = torch.randn(10, 8, 6)
+        for weight, gradient in zip([*alone, *exact], [*together.grad] * 2):
             weight.grad = gradient
+        optimizer.step()
         single.step()
-        optimizers[0].step()
         with exact_iterations():
-            optimizers[1].step()
+            exact_single.step()
     for weights in zip(together, alone, exact, strict=True):
         assert_as_near(*weights)
 
