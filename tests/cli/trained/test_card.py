@@ -45,6 +45,21 @@ def test_settings_without_an_effect_are_not_shown():
     assert "temperature" not in shown
 
 
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [
+        ("grpo", {"clip_low", "clip_high"}),
+        ("cispo", {"clip_high"}),
+        ("sapo", {"sapo_temperature_pos", "sapo_temperature_neg"}),
+    ],
+)
+def test_settings_of_other_policy_losses_are_not_shown(loss, shown):
+    named = {"clip_low", "clip_high", "dual_clip", "unbiased_kl", "sapo_temperature_pos", "sapo_temperature_neg"}
+    settings = {"loss": loss, **dict.fromkeys(named, 0.3), "dual_clip": None, "unbiased_kl": False}
+    text = render_card(Facts("base", "all weights", {}, {"hyper_parameters": settings}))
+    assert {name for name in named if name in text} == shown
+
+
 @pytest.mark.parametrize(("task_type", "auto_class"), [
     ("SEQ_CLS", "AutoModelForSequenceClassification"), ("TOKEN_CLS", "AutoModelForTokenClassification"),
 ])  # fmt: skip
