@@ -13,6 +13,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.needs import DataNeeds
+from lightning_fastft.training.data.rollouts import find_end_ids
 from lightning_fastft.training.losses import (
     CLIPPED_LOSSES,
     POLICY_LOSSES,
@@ -227,13 +228,6 @@ class PolicyTuner(ReferenceTuner):
             return centred_C * count_C / (count_C - 1).clamp(min=1.0)
         return centred_C
 
-    def _end_ids(self) -> list[int]:
-        """Return the ids of the tokens at which generation stops; empty if they are not known."""
-        known = [*(self.stop_ids or ()), *([] if self.answer_end is None else [self.answer_end])]
-        if known or self.tokenizer is None:
-            return known
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-
     def _step(self, batch: PackedBatch, *, prefix: str) -> torch.Tensor:
         """Return the loss of a batch of rollouts, and log it with the other means.
 
@@ -253,11 +247,11 @@ class PolicyTuner(ReferenceTuner):
             num_rows = max(1, completions.num_rows)
             means["entropy"] = found.entropy_R.sum() / num_rows
             means["reward"] = completions.score_C.sum() / max(1, completions.num_completions)
-            means["length"] = completions.count_C.sum() / max(1, completions.num_completions)
+            means["length"] = completions.count_C.sum() / max(1, completions.num_trained)
             if self.advantage != "given":
                 means.update(_group_means(completions))
-            if end_ids := self._end_ids():
-                is_truncated_C = _find_truncated(completions, batch.context.labelled_target_R, end_ids=end_ids)
+            if end_ids := find_end_ids(self):
+                is_truncated_C = _find_truncated(batch, completions, end_ids=end_ids)
                 means["truncated_share"] = is_truncated_C.float().sum() / max(1, completions.num_completions)
             total, own_count = loss_R.sum(), num_rows
             if self.loss not in TOKEN_LOSSES:
@@ -274,6 +268,8 @@ class PolicyTuner(ReferenceTuner):
         of_tokens |= {"loss"} if self.loss in TOKEN_LOSSES else set()
         counts = dict.fromkeys(means, completions.num_completions)
         counts |= dict.fromkeys(of_tokens, completions.num_rows) | dict.fromkeys(_OF_GROUPS, completions.num_examples)
+        # Completions that are masked have no tokens here.
+        counts["length"] = completions.num_trained
         for name, value in means.items():
             self._log_means({name: value}, prefix=prefix, count=counts[name], shown=("loss", "reward"))
         return loss
@@ -344,10 +340,14 @@ def _group_means(completions: Completions) -> dict[str, torch.Tensor]:
     return {name: value_G.sum() / max(1, completions.num_examples) for name, value_G in zip(_OF_GROUPS, found)}
 
 
-def _find_truncated(completions: Completions, target_R: torch.Tensor, *, end_ids: Sequence[int]) -> torch.Tensor:
-    """Return whether each completion was cut: its last trained token is no end of text. Shape (C,), bool."""
-    last_C = target_R[(completions.start_C1[1:] - 1).clamp(min=0)]
-    is_truncated_C = completions.count_C > 0
+def _find_truncated(batch: PackedBatch, completions: Completions, *, end_ids: Sequence[int]) -> torch.Tensor:
+    """Return whether each completion was cut: its last trained token, or the last one of a completion of which none is
+    trained, is no end of text. Shape (C,), bool.
+    """
+    # The row before the next completion's first; there may be none.
+    trained_C = nn.functional.pad(batch.context.labelled_target_R, (1, 0))[completions.start_C1[1:]]
+    last_C = torch.where(completions.count_C > 0, trained_C, batch["input_ids"][0, completions.last_token_C])
+    is_truncated_C = torch.ones_like(last_C, dtype=torch.bool)
     for token in end_ids:
         is_truncated_C = is_truncated_C & (last_C != token)
     return is_truncated_C

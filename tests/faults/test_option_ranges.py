@@ -230,6 +230,7 @@ OPTIONS = {
         "chat_template_kwargs": either(nothing, lambda value: isinstance(value, dict)),
         "pad_to_max": flag,
         "share_prompts": choice("auto", True, False),
+        "mask_truncated": flag,
         "seed": whole(0, 2**64 - 1),
     },
     "PackedDataModule": {
