@@ -163,6 +163,7 @@ def _describe_data(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             (
                 f"{rollouts['num_completions']} per prompt of at most {rollouts['max_new_tokens']} tokens, temperature "
                 f"{rollouts['temperature']:g}{'' if share == 1 else f', for {share:g} of the prompts'}"
+                f"{'; not trained without an end' if rollouts.get('mask_truncated') else ''}"
             ),
         )
 
