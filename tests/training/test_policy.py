@@ -208,6 +208,13 @@ def test_given_advantages_are_not_described_as_rewards_of_groups():
     assert not of_groups & (tuner.logged.keys() | tuner.logged_names)
 
 
+def test_a_gate_has_no_share_of_clipped_ratios():
+    tuner = make_tuner(PolicyTuner, loss="sapo")
+    step(tuner, make_groups(GROUPS))
+    assert "train_loss" in tuner.logged
+    assert "train_clip_share" not in tuner.logged.keys() | tuner.logged_names
+
+
 def test_completions_are_not_called_truncated_where_no_end_is_known():
     tuner = make_tuner(PolicyTuner)
     step(tuner, make_groups(GROUPS))
