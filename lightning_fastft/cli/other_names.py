@@ -43,6 +43,11 @@ _OPTIONS: Mapping[str, str] = {
     "lr_scheduler_type": "model.scheduler",
     "lr_scheduler": "model.scheduler",
     "warmup_ratio": "model.warmup_share",
+    "epsilon": "model.clip_low",
+    "epsilon_high": "model.clip_high",
+    "delta": "model.dual_clip",
+    "use_bias_correction_kl": "model.unbiased_kl",
+    "mask_truncated_completions": "data.mask_truncated",
     "bf16": "model.dtype bfloat16",
     "fp16": "model.dtype float16 --trainer.precision 16-mixed",
     "torch_dtype": "model.dtype",
@@ -122,7 +127,9 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "loss": {
         "dpo": "sigmoid",
         "sft": "Supervised fine-tuning is --model FineTuner, without a loss.",
-        **dict.fromkeys(("grpo", "dapo", "dr_grpo", "gspo"), "This is a loss of --model PolicyTuner."),
+        **dict.fromkeys(("grpo", "dapo", "dr_grpo", "cispo", "sapo"), "This is a loss of --model PolicyTuner."),
+        "gspo": "GSPO is --model PolicyTuner --model.ratio sequence.",
+        "luspo": "LUSPO is --model PolicyTuner --model.ratio sequence with loss dr_grpo and max_completion_tokens 1.",
     },
     "optimizer": {
         **dict.fromkeys(("adam", "adamw", "adamw_hf", "adamw_torch", "adamw_torch_fused"), _DEFAULT_ADAMW),

@@ -61,10 +61,11 @@ class Completions:
         self.num_completions = len(num_rows)
         self.num_examples = len(num_completions)
         self.num_rows = sum(num_rows)
+        self.num_trained = sum(count > 0 for count in num_rows)
         # Host copies: what a loss asks for without a sync.
         self.completions_per_example = tuple(num_completions)
         self.scores = tuple(scores)
-        self.has_unequal_scores = _differ(scores, num_completions)
+        self.has_unequal_scores = _differ(scores, num_completions, num_rows)
         count_C = torch.as_tensor(num_rows, dtype=torch.int64)
         self.count_C = count_C.to(torch.float32)
         self.start_C1 = torch.nn.functional.pad(count_C.cumsum(0), (1, 0))
@@ -132,11 +133,11 @@ class Completions:
         return rows
 
 
-def _differ(scores: Sequence[float], num_completions: Sequence[int]) -> bool:
-    """Return whether the scores of any example differ."""
+def _differ(scores: Sequence[float], num_completions: Sequence[int], num_rows: Sequence[int]) -> bool:
+    """Return whether the scores of any example with labelled rows differ."""
     start = 0
     for count in num_completions:
-        if len(set(scores[start : start + count])) > 1:
+        if len(set(scores[start : start + count])) > 1 and any(num_rows[start : start + count]):
             return True
         start += count
     return False

@@ -18,7 +18,7 @@ from lightning_fastft.core.errors import OptionError
 PreferenceLoss = Literal[
     "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "orpo", "simpo", "cpo", "kto", "apo_zero", "apo_down"
 ]
-PolicyLoss = Literal["grpo", "dapo", "dr_grpo"]
+PolicyLoss = Literal["grpo", "dapo", "dr_grpo", "cispo", "sapo"]
 
 PREFERENCE_LOSSES: tuple[PreferenceLoss, ...] = get_args(PreferenceLoss)
 # A new loss: its name above, in the sets below that fit it, and its formula in preference_loss.
@@ -31,6 +31,10 @@ SMOOTHED_LOSSES: frozenset[str] = frozenset({"sigmoid", "sigmoid_norm", "robust"
 # Weight of the negative log-likelihood of chosen completions where none is asked for.
 SFT_WEIGHTS = {"orpo": 1.0, "cpo": 1.0}
 POLICY_LOSSES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
+# Policy losses with the clipping of PPO.
+CLIPPED_LOSSES: frozenset[str] = frozenset({"grpo", "dapo", "dr_grpo"})
+# Policy losses that are a mean over all tokens; the others are one over completions.
+TOKEN_LOSSES: frozenset[str] = frozenset({"dapo", "cispo"})
 
 
 def preference_loss(
@@ -125,52 +129,88 @@ def reward_pair_loss(chosen_G: torch.Tensor, rejected_G: torch.Tensor, *, margin
 def policy_loss(
     log_prob_R: torch.Tensor,
     *,
-    old_log_prob_R: torch.Tensor,
-    log_ratio_R: torch.Tensor,
+    ratio_R: torch.Tensor,
     advantage_R: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    kl_weight: float = 0.0,
-    reference_log_prob_R: torch.Tensor | None = None,
-    sampler_log_prob_R: torch.Tensor | None = None,
-    sampler_clip: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the clipped policy loss of each labelled row before averaging, whether the row is clipped, and its
-    divergence from the reference model (None without one); all shape (R,).
+    loss: PolicyLoss = "grpo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of each labelled row before averaging, and whether its ratio is clipped; both shape (R,).
+
+    Args:
+        log_prob_R: Log-probability of each token under the trained model; "cispo" weighs its gradient.
+        ratio_R: Importance ratio to the model before the update, of the token or of its completion.
+        advantage_R: Advantage of the completion that a row belongs to.
+        loss: Any of ``POLICY_LOSSES``. Those of ``CLIPPED_LOSSES`` have one formula.
+        clip_low: The ratio counts down to 1 - clip_low (``CLIPPED_LOSSES``).
+        clip_high: The ratio counts up to 1 + clip_high (``CLIPPED_LOSSES`` and "cispo").
+        dual_clip: Largest ratio for negative advantages, above 1 + clip_high (``CLIPPED_LOSSES``); None for none.
+        sapo_temperature_pos: Sharpness of the gate of "sapo" for positive advantages.
+        sapo_temperature_neg: The same for the other advantages.
+
+    Source:
+        PPO's clipping in GRPO's form, arXiv:2402.03300; separate bounds arXiv:2503.14476 (DAPO); dual_clip
+        arXiv:1912.09729 and arXiv:2505.07291 (INTELLECT-2); CISPO arXiv:2506.13585; SAPO arXiv:2511.20347.
+
+    Example:
+        >>> rows = {"ratio_R": torch.tensor([0.5, 2.0]), "advantage_R": torch.ones(2)}
+        >>> loss_R, is_clipped_R = policy_loss(torch.zeros(2), clip_high=0.5, **rows)
+        >>> loss_R.tolist(), is_clipped_R.tolist()
+        ([-0.5, -1.5], [False, True])
+    """
+    if loss == "sapo":
+        sharpness_R = torch.where(advantage_R > 0, sapo_temperature_pos, sapo_temperature_neg)
+        gate_R = torch.sigmoid(sharpness_R * (ratio_R - 1)) * 4 / sharpness_R
+        return -gate_R * advantage_R, torch.zeros_like(ratio_R, dtype=torch.bool)
+    is_high_R = ratio_R > 1 + clip_high
+    if loss == "cispo":
+        weight_R = ratio_R.detach().clamp(max=1 + clip_high)
+        return -weight_R * advantage_R * log_prob_R, is_high_R
+    clipped_R = ratio_R.clamp(1 - clip_low, 1 + clip_high)
+    is_clipped_R = ((ratio_R < 1 - clip_low) & (advantage_R < 0)) | (is_high_R & (advantage_R > 0))
+    if dual_clip is not None:
+        is_clipped_R = is_clipped_R | ((ratio_R > dual_clip) & (advantage_R < 0))
+        ratio_R = ratio_R.clamp(max=dual_clip)
+    return -torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R), is_clipped_R
+
+
+def sampler_weight(old_log_prob_R: torch.Tensor, sampler_log_prob_R: torch.Tensor, *, clip: float) -> torch.Tensor:
+    """Return the weight of each row that corrects for the model that sampled, shape (R,); 1 where it is not known.
+
+    Args:
+        old_log_prob_R: Log-probability of each token under the model before the update, without gradient.
+        sampler_log_prob_R: The same under the model that sampled, which computes in another precision; NaN where it is
+            not known.
+        clip: Largest weight (truncated importance sampling).
+
+    Source:
+        arXiv:2405.03206 and Yao et al., 2025.
+    """
+    return (old_log_prob_R - sampler_log_prob_R).exp().clamp(max=clip).nan_to_num(nan=1.0)
+
+
+def reference_divergence(
+    log_prob_R: torch.Tensor, reference_log_prob_R: torch.Tensor, *, ratio_R: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the divergence of the trained model from the reference model in each row, shape (R,).
 
     Args:
         log_prob_R: Log-probability of each token under the trained model.
-        old_log_prob_R: The same under the model before the update, without gradient.
-        log_ratio_R: Logarithm of the importance ratio: the difference of the two for token-level ratios, its mean over
-            the completion for sequence-level ratios (GSPO).
-        advantage_R: Advantage of the completion that a row belongs to.
-        clip_low: The ratio counts down to 1 - clip_low.
-        clip_high: The ratio counts up to 1 + clip_high.
-        kl_weight: Weight of the divergence from the reference model.
-        reference_log_prob_R: Log-probability under the reference model; needed for a kl_weight above 0.
-        sampler_log_prob_R: Log-probability under the model that sampled, where it computes in another precision; NaN
-            where it is not known.
-        sampler_clip: Largest weight that corrects for the sampler (truncated importance sampling); None for none.
+        reference_log_prob_R: The same under the reference model.
+        ratio_R: Importance ratio that the divergence is multiplied by, with its gradient. With the ratio of each token,
+            the expected gradient over samples of the model before the update is that of the reverse KL divergence.
+            None for the plain estimator, whose expected gradient is that of the forward KL divergence at the policy
+            that sampled.
 
     Source:
-        PPO's clipping in GRPO's form, arXiv:2402.03300; separate bounds arXiv:2503.14476 (DAPO); sequence ratios
-        arXiv:2507.18071 (GSPO); divergence: Schulman's k3 estimator; truncation: arXiv:2405.03206 and Yao et al., 2025.
+        Schulman's k3 estimator; the ratio: DeepSeek-V3.2, arXiv:2512.02556.
     """
-    ratio_R = log_ratio_R.exp()
-    clipped_R = ratio_R.clamp(1 - clip_low, 1 + clip_high)
-    loss_R = -torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
-    is_low_R, is_high_R = ratio_R < 1 - clip_low, ratio_R > 1 + clip_high
-    is_clipped_R = (is_low_R & (advantage_R < 0)) | (is_high_R & (advantage_R > 0))
-    if sampler_clip is not None and sampler_log_prob_R is not None:
-        weight_R = (old_log_prob_R - sampler_log_prob_R).exp().clamp(max=sampler_clip)
-        loss_R = loss_R * weight_R.nan_to_num(nan=1.0)
-    divergence_R = None
-    if reference_log_prob_R is not None:
-        distance_R = reference_log_prob_R - log_prob_R
-        divergence_R = distance_R.exp() - distance_R - 1
-        if kl_weight:
-            loss_R = loss_R + kl_weight * divergence_R
-    return loss_R, is_clipped_R, divergence_R
+    distance_R = reference_log_prob_R - log_prob_R
+    divergence_R = distance_R.exp() - distance_R - 1
+    return divergence_R if ratio_R is None else ratio_R * divergence_R
 
 
 def _log1m_exp(value: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from lightning_fastft.checkpoint.rng import drawing_apart
 from lightning_fastft.core.checks import check_bool, check_choice, check_float, check_int, check_share
 from lightning_fastft.core.errors import OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch
-from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.loader import ENDLESS, PackedLoader
 from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
@@ -28,7 +28,7 @@ from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.position import SIZES, from_plain, to_plain
 from lightning_fastft.training.data.recorded import RecordedDataModule
-from lightning_fastft.training.data.rollouts import PROMPT, encode_given, encode_prompt_ids, make_rollout, read_prompt
+from lightning_fastft.training.data.rollouts import PROMPT, encode_given, encode_prompt_ids, make_rollouts, read_prompt
 from lightning_fastft.training.data.rounds import (
     check_rollout_tuner,
     check_rounds,
@@ -36,6 +36,7 @@ from lightning_fastft.training.data.rounds import (
     digest_prompts,
     draw_sampled,
     pack_round,
+    weigh_rollouts,
 )
 from lightning_fastft.training.data.sampled import check_columns, check_groups, judge
 from lightning_fastft.training.data.subsets import can_share_prompts
@@ -78,6 +79,7 @@ class RolloutDataModule(RecordedDataModule):
         chat_template_kwargs: Variables of the chat template for all prompts; as in ``PackedDataModule``.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
         share_prompts: Whether a pack holds the prompt of a group once; as in ``PackedDataModule``.
+        mask_truncated: Keep completions without an end out of the loss; their rewards count in their group.
         seed: Seed of the order of the prompts and of the sampling.
 
     Raises:
@@ -102,6 +104,7 @@ class RolloutDataModule(RecordedDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         pad_to_max: bool = False,
         share_prompts: bool | str = "auto",
+        mask_truncated: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -128,6 +131,7 @@ class RolloutDataModule(RecordedDataModule):
         self.chat_template_kwargs = check_template_options(chat_template_kwargs)
         self.pad_to_max = check_bool("pad_to_max", pad_to_max)
         self.share_prompts = check_choice("share_prompts", share_prompts, ("auto", True, False))
+        self.mask_truncated = check_bool("mask_truncated", mask_truncated)
         self.seed = check_int("seed", seed, low=0, high=2**64 - 1)
         self._source = prompts
         self._shares_prompts = share_prompts is True
@@ -244,8 +248,9 @@ class RolloutDataModule(RecordedDataModule):
             self._documents = self._old = None
 
     def _pack(self, documents: Sequence[Document]) -> list[PackedBatch]:
+        weight_N = weigh_rollouts(documents, unit=self._tuner().data_needs.loss_unit)
         return pack_round(
-            documents, self._weights(documents), max_tokens=self.max_tokens, pad_to_max=self.pad_to_max,
+            documents, weight_N, max_tokens=self.max_tokens, pad_to_max=self.pad_to_max,
             shares_prompts=self._shares_prompts, accumulate=self._accumulate, seed=self.seed,
             device=self._tuner().device,
         )  # fmt: skip
@@ -286,7 +291,7 @@ class RolloutDataModule(RecordedDataModule):
         )  # fmt: skip
         rows = [self._rows[index] for index in chosen]
         rewards = judge(rows, groups, rewards=self.rewards, columns=self._columns, tokenizer=tuner.tokenizer)
-        rollouts = [make_rollout(prompt, group, scores) for prompt, group, scores in zip(prompts, groups, rewards)]
+        rollouts = make_rollouts(tuner, prompts, groups, rewards, masks_truncated=self.mask_truncated)
         sampler_clip = getattr(tuner, "sampler_clip", None)
         if sampler_clip is None:
             # Nothing corrects for the sampler: it is taken for the policy, however many steps a round has.
@@ -299,12 +304,6 @@ class RolloutDataModule(RecordedDataModule):
                 "function of yours like sample_with_model."
             )
         return rollouts
-
-    def _weights(self, documents: Sequence[Document]) -> np.ndarray:
-        """Return what each rollout counts in the mean of the loss."""
-        if self._tuner().data_needs.loss_unit == "token":
-            return np.array([int((document.labels != IGNORED_LABEL).sum()) for document in documents], dtype=np.int64)
-        return np.array([len(document.scores) for document in documents], dtype=np.int64)
 
     def _note_old(self, batches: Sequence[PackedBatch]) -> None:
         """Give every batch of a policy's round with several steps the log-probabilities before the first."""
@@ -341,7 +340,7 @@ class RolloutDataModule(RecordedDataModule):
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings of the sampling, which may change between rounds."""
-        names = ("num_completions", "max_new_tokens", "temperature", "sampled_share")
+        names = ("num_completions", "max_new_tokens", "temperature", "sampled_share", "mask_truncated")
         return {name: getattr(self, name) for name in names}
 
     def _tuner(self) -> PolicyTuner | DistillationTuner:

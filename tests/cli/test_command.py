@@ -172,6 +172,11 @@ def test_options_of_a_strategy_are_answered_with_its_class(config, name, owner, 
         (["--model", "PreferenceTuner", "--model.model", "x", "--model.loss", "dpo"], "did you mean sigmoid?"),
         (["--model", "PreferenceTuner", "--model.model", "x", "--model.loss", "grpo"], "--model PolicyTuner"),
         (["--model", "PreferenceTuner", "--model.model", "x", "--model.loss_type", "ipo"], "did you mean loss?"),
+        (["--model", "PreferenceTuner", "--model.model", "x", "--model.loss", "cispo"], "--model PolicyTuner"),
+        (["--model", "PolicyTuner", "--model.model", "x", "--model.loss", "luspo"], "--model.ratio sequence"),
+        (["--model", "PolicyTuner", "--model.model", "x", "--model.delta", "3.0"], "did you mean model.dual_clip?"),
+        (["--model", "PolicyTuner", "--model.model", "x", "--model.epsilon_high", "0.3"], "model.clip_high?"),
+        (["--mask_truncated_completions", "true"], "did you mean data.mask_truncated?"),
     ],
 )
 def test_values_of_other_tools_answer_with_what_to_write(words, hint, folder, answer):

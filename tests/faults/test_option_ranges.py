@@ -186,11 +186,19 @@ OPTIONS = {
     },
     "PolicyTuner": {
         **TUNER,
+        # Others do not read clip_low and clip_high.
         "loss": choice("grpo", "dapo"),
         "advantage": choice("normalised", "centred", "leave_one_out", "given"),
         "ratio": choice("token", "sequence"),
         "clip_low": share,
         **dict.fromkeys(("clip_high", "kl_weight"), weight),
+        # At least 1 + clip_high.
+        "dual_clip": either(nothing, number(1.2, 1e3)),
+        # Read by loss="sapo" alone.
+        "sapo_temperature_pos": number(1, 1),
+        "sapo_temperature_neg": number(1.05, 1.05),
+        # Read with a kl_weight alone.
+        "unbiased_kl": lambda value: value is False,
         "temperature": number(1e-3, 1e3),
         "sampler_clip": either(nothing, number(1e-3, 1e3)),
         # Belongs to loss="dr_grpo" alone.
@@ -222,6 +230,7 @@ OPTIONS = {
         "chat_template_kwargs": either(nothing, lambda value: isinstance(value, dict)),
         "pad_to_max": flag,
         "share_prompts": choice("auto", True, False),
+        "mask_truncated": flag,
         "seed": whole(0, 2**64 - 1),
     },
     "PackedDataModule": {

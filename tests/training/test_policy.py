@@ -7,6 +7,7 @@ from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.lora import adapters_off
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.packing.completions import Completions
+from lightning_fastft.training.losses import policy_loss
 from lightning_fastft.training.policy import PolicyTuner
 from tests.support.packs import assert_close, make_groups
 from tests.support.tuners import CONFIG, gradients, make_tuner, packed, rows_alone, step
@@ -22,6 +23,20 @@ def advantages_alone(kind, rewards):
         return torch.stack([reward - (rewards.sum() - reward) / (len(rewards) - 1) for reward in rewards])
     centred = rewards - rewards.mean()
     return centred / (rewards.std() + 1e-4) if kind == "normalised" else centred
+
+
+def surrogate_alone(tuner, row, ratio, advantage):
+    """The loss of the tokens of a completion, by cases."""
+    if tuner.loss == "sapo":
+        sharpness = tuner.sapo_temperature_pos if advantage > 0 else tuner.sapo_temperature_neg
+        return -4 / sharpness / (1 + (-sharpness * (ratio - 1)).exp()) * advantage
+    top, bottom = 1 + tuner.clip_high, 1 - tuner.clip_low
+    if tuner.loss == "cispo":
+        return -torch.where(ratio > top, top, ratio).detach() * row * advantage
+    if advantage > 0:
+        return -torch.where(ratio > top, top, ratio) * advantage
+    largest = tuner.dual_clip or float("inf")
+    return -torch.where(ratio > largest, largest, torch.where(ratio < bottom, bottom, ratio)) * advantage
 
 
 def loss_alone(tuner, documents, *, kl_weight=0.0, uses_sampler=True):
@@ -44,15 +59,14 @@ def loss_alone(tuner, documents, *, kl_weight=0.0, uses_sampler=True):
         ratio = (row - old).exp()
         if tuner.ratio == "sequence":
             ratio = (row - old).mean().exp().expand(len(row))
-        clipped = ratio.clamp(1 - tuner.clip_low, 1 + tuner.clip_high)
-        loss = -torch.min(ratio * advantage, clipped * advantage)
+        loss = surrogate_alone(tuner, row, ratio, advantage)
         if tuner.sampler_clip is not None:
             loss = loss * (old - sampler).exp().clamp(max=tuner.sampler_clip)
         distance = reference - row
-        loss = loss + kl_weight * (distance.exp() - distance - 1)
+        loss = loss + kl_weight * (distance.exp() - distance - 1) * (ratio if tuner.unbiased_kl else 1)
         tokens.append(loss.sum())
         means.append(loss.mean())
-    if tuner.loss == "dapo":
+    if tuner.loss in ("dapo", "cispo"):
         return sum(tokens) / sum(map(len, ours))
     if tuner.loss == "dr_grpo":
         return sum(tokens) / len(tokens) / tuner.max_completion_tokens
@@ -71,6 +85,10 @@ def loss_alone(tuner, documents, *, kl_weight=0.0, uses_sampler=True):
         {"advantage": "leave_one_out"},
         {"advantage": "given", "sampler_clip": 1.2},
         {"kl_weight": 0.3},
+        {"kl_weight": 0.3, "unbiased_kl": True},
+        {"loss": "cispo", "clip_high": 0.5, "advantage": "given"},
+        {"loss": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5, "advantage": "given"},
+        {"dual_clip": 1.3, "advantage": "given"},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "grpo",
 )
@@ -81,6 +99,38 @@ def test_packed_rollouts_are_updated_as_each_completion_alone(options, shares_pr
     truth.backward()
     assert_close(found, truth.detach().to(found.dtype))
     assert_close(ours, gradients(tuner), bound=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "gains", "losses"),
+    [
+        ({}, [-0.5, -0.9, "-1.2", "-1.2"], ["0.8", 0.9, 1.5, 4.0]),
+        ({"dual_clip": 3.0}, [-0.5, -0.9, "-1.2", "-1.2"], ["0.8", 0.9, 1.5, "3.0"]),
+        # Clipped weights keep a gradient.
+        ({"loss": "cispo"}, [1.0, 1.8, "2.4", "2.4"], [-1.0, -1.8, "-2.4", "-2.4"]),
+        ({"loss": "sapo", "sapo_temperature_neg": 2.0}, [-1.5101627, -1.9000832, -2.4898373, -3.8102965], [0.5378828, 0.9003320, 1.4621172, 1.9950548]),
+    ],
+    ids=["clipped", "dual_clip", "cispo", "sapo"],
+)  # fmt: skip
+def test_ratios_are_clipped_on_the_side_that_the_advantage_asks_for(options, gains, losses):
+    """Of ratios 0.5, 0.9, 1.5 and 4 with a log-probability of -2; values in quotes are clipped."""
+    log_prob_R = torch.full((8,), -2.0, dtype=torch.float64, requires_grad=True)
+    ratio_R = (log_prob_R + 2).exp() * torch.tensor([0.5, 0.9, 1.5, 4.0] * 2, dtype=torch.float64)
+    advantage_R = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(4)
+    loss_R, is_clipped_R = policy_loss(log_prob_R, ratio_R=ratio_R, advantage_R=advantage_R, **options)
+    assert loss_R.tolist() == pytest.approx([float(value) for value in gains + losses], rel=1e-6)
+    assert is_clipped_R.tolist() == [isinstance(value, str) for value in gains + losses]
+    loss_R.sum().backward()
+    truth_R = loss_R.detach()
+    if options.get("loss") == "cispo":
+        truth_R = truth_R / -2
+    elif options.get("loss") == "sapo":
+        sharpness_R = torch.where(advantage_R > 0, 1.0, 2.0)
+        gate_R = torch.sigmoid(sharpness_R * (ratio_R.detach() - 1))
+        truth_R = -4 * gate_R * (1 - gate_R) * ratio_R.detach() * advantage_R
+    else:
+        truth_R = truth_R * ~is_clipped_R
+    assert_close(log_prob_R.grad, truth_R)
 
 
 @pytest.mark.parametrize("options", [{}, {"ratio": "sequence"}, {"sampler_clip": 1.2}])
@@ -158,6 +208,13 @@ def test_given_advantages_are_not_described_as_rewards_of_groups():
     assert not of_groups & (tuner.logged.keys() | tuner.logged_names)
 
 
+def test_a_gate_has_no_share_of_clipped_ratios():
+    tuner = make_tuner(PolicyTuner, loss="sapo")
+    step(tuner, make_groups(GROUPS))
+    assert "train_loss" in tuner.logged
+    assert "train_clip_share" not in tuner.logged.keys() | tuner.logged_names
+
+
 def test_completions_are_not_called_truncated_where_no_end_is_known():
     tuner = make_tuner(PolicyTuner)
     step(tuner, make_groups(GROUPS))
@@ -201,6 +258,15 @@ def test_sums_over_completions_are_exact_and_differentiable():
         ({"loss": "dr_grpo"}, "max_completion_tokens"),
         ({"kl_weight": 0.1, "reference": "stored"}, "stored"),
         ({"kl_weight": 0.1, "lora": None}, "reference"),
+        ({"loss": "cispo", "clip_low": 0.1}, "clip_low"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip"),
+        ({"loss": "sapo", "clip_low": 0.1}, "clip_low"),
+        ({"loss": "sapo", "clip_high": 0.28}, "clip_high"),
+        ({"sapo_temperature_pos": 1.2}, "sapo_temperature_pos"),
+        ({"loss": "cispo", "sapo_temperature_neg": 1.2}, "sapo_temperature_neg"),
+        ({"unbiased_kl": True}, "kl_weight"),
+        ({"dual_clip": 1.25, "clip_high": 0.28}, "dual_clip"),
+        ({"loss": "cispo", "max_completion_tokens": 4}, "max_completion_tokens"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):

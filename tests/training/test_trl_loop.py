@@ -100,7 +100,9 @@ class PlainHead:
         return log_probs.gather(-1, labels[:, None])[:, 0], entropy, None, mean, is_top1
 
 
-def run_ours(folder, model, tokenizer, rows, *, groups, accumulate, one_by_one, temperature, **options):
+def run_ours(
+    folder, model, tokenizer, rows, *, groups, accumulate, one_by_one, temperature, mask_truncated=False, **options
+):
     tuner = PolicyTuner(
         model, tokenizer=tokenizer, dtype="float32", temperature=temperature, scheduler=get_constant_schedule,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=RATE), **options,
@@ -109,6 +111,7 @@ def run_ours(folder, model, tokenizer, rows, *, groups, accumulate, one_by_one, 
     data = RolloutDataModule(
         rows, rewards=score, sampler=record.sample, num_completions=SIZE, prompts_per_round=groups,
         max_new_tokens=LONGEST, temperature=temperature, max_tokens=40 if one_by_one else 512,
+        mask_truncated=mask_truncated,
     )  # fmt: skip
     quiet_trainer(
         folder, max_steps=STEPS, strategy=FastFTStrategy(), accumulate_grad_batches=accumulate, callbacks=[record],
@@ -144,8 +147,8 @@ def run_trls(
         steps_per_generation=sizes[1], gradient_accumulation_steps=accumulate, num_generations=SIZE,
         max_completion_length=LONGEST, temperature=temperature, learning_rate=RATE, max_steps=STEPS,
         lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1, report_to=[],
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, use_bias_correction_kl=False,
-        **{"loss_type": "grpo", **options},
+        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
+        **{"loss_type": "grpo", "use_bias_correction_kl": False, **options},
     )  # fmt: skip
     prompts = Dataset.from_list([rows_of(prompt) for groups in rounds for prompt, _ in groups])
     trainer = GRPOTrainer(
@@ -201,6 +204,19 @@ OF_ROUNDS = ("train_reward", "train_length", "train_equal_reward_share", "train_
             {"loss_type": "dr_grpo", "scale_rewards": "none"}, 4, 2, True,
         ),
         ({"kl_weight": 0.2}, {"beta": 0.2}, 4, 1, True),
+        ({"kl_weight": 0.2, "unbiased_kl": True}, {"beta": 0.2, "use_bias_correction_kl": True}, 4, 1, True),
+        ({"loss": "cispo", "clip_high": 0.1}, {"loss_type": "cispo", "epsilon_high": 1.1}, 4, 4, True),
+        ({"loss": "sapo"}, {"loss_type": "sapo"}, 4, 1, True),
+        ({"dual_clip": 1.2}, {"delta": 1.2}, 4, 1, True),
+        ({"mask_truncated": True}, {"mask_truncated_completions": True}, 1, 1, True),
+        (
+            {"mask_truncated": True, "loss": "dapo", "kl_weight": 0.2},
+            {"mask_truncated_completions": True, "loss_type": "dapo", "beta": 0.2}, 4, 1, False,
+        ),
+        (
+            {"mask_truncated": True, "ratio": "sequence"},
+            {"mask_truncated_completions": True, "importance_sampling_level": "sequence"}, 4, 2, True,
+        ),
     ],
 )  # fmt: skip
 def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, groups, accumulate, one_by_one, is_chat):
@@ -208,6 +224,11 @@ def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, groups, accumulate, 
     model = make_model(has_adapters="kl_weight" in ours)
     if is_chat:
         tokenizer.chat_template = TEMPLATE
+    names = NAMES
+    if "mask_truncated" in ours:
+        # A sampled padding token ends no text; TRL takes it for an end.
+        tokenizer.pad_token = tokenizer.eos_token
+        names = {**NAMES, "train_length": "completions/mean_terminated_length"}
     rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in TEXTS]
     common = {"groups": groups, "accumulate": accumulate, "one_by_one": one_by_one, "temperature": temperature}
     record = run_ours(tmp_path, copy.deepcopy(model), tokenizer, rows, **common, **ours)
@@ -221,17 +242,26 @@ def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, groups, accumulate, 
     for step, (one, other) in enumerate(zip(record.weights, found.weights)):
         assert one.keys() == other.keys()
         assert max(float((one[name] - other[name]).abs().max()) for name in one) < BOUND, step
+    num_compared = 0
     # TRL logs means over a window and over a round; ours are those of a micro-batch.
     for step, (values, logs) in enumerate(zip(record.logged, found.logged) if accumulate == 1 else ()):
-        shared = [name for name in NAMES if name in values and NAMES[name] in logs]
+        last = [ids[-1] for _, group in record.rounds[step // (groups if one_by_one else 1)][1] for ids in group]
+        if "mask_truncated" in ours and tokenizer.eos_token_id not in last:
+            # TRL logs 0 for means over no token.
+            continue
+        shared = [name for name in names if name in values and names[name] in logs]
         shared = [name for name in shared if groups == 1 or not one_by_one or name not in OF_ROUNDS]
         shared = [name for name in shared if groups == 1 or name != "train_reward_deviation"]
-        assert len(shared) >= (8 if groups == 1 else 3)
+        # TRL does not count what dual_clip clips.
+        shared = [name for name in shared if name != "train_clip_share" or "dual_clip" not in ours]
+        assert len(shared) >= (8 if groups == 1 else 2 + ("train_clip_share" in shared))
         # A sampled padding token ends no text; TRL takes it for an end.
-        last = [ids[-1] for _, group in record.rounds[step // (groups if one_by_one else 1)][1] for ids in group]
-        padded = {"train_truncated_share": last.count(tokenizer.pad_token_id) / len(last)}
+        num_padded = 0 if "mask_truncated" in ours else last.count(tokenizer.pad_token_id)
+        padded = {"train_truncated_share": num_padded / len(last)}
         for name in shared:
             # TRL rounds the loss to 6 digits.
-            assert values[name] == pytest.approx(logs[NAMES[name]] + padded.get(name, 0), rel=1e-4, abs=2e-6), name
+            assert values[name] == pytest.approx(logs[names[name]] + padded.get(name, 0), rel=1e-4, abs=2e-6), name
+        num_compared += 1
+    assert num_compared >= (0 if accumulate > 1 else 3 if "mask_truncated" in ours else STEPS)
     first, last = record.weights[0], record.weights[-1]
     assert max(float((last[name] - first[name]).abs().max()) for name in first) > 1e4 * BOUND

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_fastft.hf.lora import adapters_off
 from lightning_fastft.packing.collate import collate
 from lightning_fastft.training.distillation import DistillationTuner
+from lightning_fastft.training.losses import CLIPPED_LOSSES
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.preference import PreferenceTuner
 from lightning_fastft.training.reward import RewardTuner
@@ -306,7 +307,7 @@ def rollouts():
     ]
 
 
-def grpo_loss(tuner, documents, *, dtype):
+def grpo_loss(tuner, documents, *, dtype, loss_type=None):
     """TRL's loss of one step; advantages by the lines of its trainer, groups of one size."""
     from trl import GRPOTrainer
 
@@ -343,14 +344,21 @@ def grpo_loss(tuner, documents, *, dtype):
 
     trainer = make_trainer(
         tuner,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=tuner.unbiased_kl,
+            delta=tuner.dual_clip,
+            sapo_temperature_pos=tuner.sapo_temperature_pos,
+            sapo_temperature_neg=tuner.sapo_temperature_neg,
+            steps_per_generation=1,
+        ),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level=tuner.ratio,
         beta=tuner.kl_weight,
-        loss_type=tuner.loss,
+        loss_type=loss_type or tuner.loss,
         epsilon_low=tuner.clip_low,
-        epsilon_high=tuner.clip_high,
+        # Of CISPO the largest ratio itself.
+        epsilon_high=tuner.clip_high + (tuner.loss == "cispo"),
         use_vllm=tuner.sampler_clip is not None,
         vllm_importance_sampling_correction=True,
         max_completion_length=tuner.max_completion_tokens,
@@ -386,6 +394,23 @@ def grpo_loss(tuner, documents, *, dtype):
         # Normalised advantages would cancel in the loss, whose ratios are 1 here.
         {"sampler_clip": 1.2, "advantage": "given"},
         {"sampler_clip": 1.2, "kl_weight": 0.1, "loss": "dapo"},
+        {"loss": "cispo", "advantage": "given"},
+        {"loss": "cispo", "advantage": "given", "clip_high": 4.0, "kl_weight": 0.3, "unbiased_kl": True},
+        {"loss": "cispo", "advantage": "given", "ratio": "sequence"},
+        {"loss": "cispo", "advantage": "given", "sampler_clip": 1.2},
+        {"loss": "sapo", "advantage": "given"},
+        {"loss": "sapo", "advantage": "given", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
+        {"loss": "sapo", "advantage": "given", "ratio": "sequence", "kl_weight": 0.3},
+        {"dual_clip": 1.4},
+        {
+            "dual_clip": 1.3,
+            "loss": "dapo",
+            "ratio": "sequence",
+            "clip_high": 0.28,
+            "kl_weight": 0.3,
+            "unbiased_kl": True,
+        },
+        {"kl_weight": 0.3, "unbiased_kl": True},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "grpo",
 )
@@ -393,10 +418,20 @@ def test_the_policy_loss_is_trls(options, dtype):
     tuner, documents = make(PolicyTuner, dtype, **options), rollouts()
     found = step(tuner, documents)
     theirs, metrics = grpo_loss(tuner, documents, dtype=dtype)
-    assert tuner.logged["train_clip_share"] == pytest.approx(metrics["clip_ratio/region_mean"], abs=1e-6)
+    # Of others TRL counts the clipped ratios of positive advantages alone.
+    if tuner.loss in CLIPPED_LOSSES and tuner.dual_clip is None:
+        assert tuner.logged["train_clip_share"] == pytest.approx(metrics["clip_ratio/region_mean"], abs=1e-6)
     if tuner.kl_weight:
         assert tuner.logged["train_divergence"] == pytest.approx(metrics["kl"], rel=1e-4)
     compare(found, theirs, tuner, dtype=dtype)
+
+
+@in_both_dtypes
+def test_luspo_is_trls(dtype):
+    options = {"loss": "dr_grpo", "max_completion_tokens": 1, "ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03}
+    tuner, documents = make(PolicyTuner, dtype, **options), rollouts()
+    found = step(tuner, documents)
+    compare(found, grpo_loss(tuner, documents, dtype=dtype, loss_type="luspo")[0], tuner, dtype=dtype)
 
 
 @in_both_dtypes

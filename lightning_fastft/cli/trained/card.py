@@ -26,8 +26,8 @@ _SHOWN = (
     *("quantization", "dtype", "adapter_dtype", "master_dtype", "learning_rate", "weight_decay", "scheduler"),
     *("warmup_share", "warmup_steps", "min_learning_rate_share", "teacher", "kind", "loss", "beta"),
     *("label_smoothing", "gamma", "desirable_weight", "undesirable_weight", "sft_weight", "reference"),
-    *("advantage", "ratio", "clip_low", "clip_high", "max_completion_tokens", "kl_weight", "sampler_clip"),
-    *("temperature", "read", "center_weight"),
+    *("advantage", "ratio", "clip_low", "clip_high", "dual_clip", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("max_completion_tokens", "kl_weight", "unbiased_kl", "sampler_clip", "temperature", "read", "center_weight"),
 )
 # The hub's names of tasks.
 _PIPELINES = {
@@ -39,6 +39,14 @@ _PIPELINES = {
 _IDLE = {
     **dict.fromkeys(("label_smoothing", "sft_weight", "kl_weight", "center_weight"), 0.0),
     **dict.fromkeys(("desirable_weight", "undesirable_weight", "temperature"), 1.0),
+    "unbiased_kl": False,
+}
+# The losses that read a setting, where others do not.
+_LOSSES_THAT_READ = {
+    "gamma": ("simpo",),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
+    "clip_low": ("grpo", "dapo", "dr_grpo"),
+    "clip_high": ("grpo", "dapo", "dr_grpo", "cispo"),
 }
 
 
@@ -155,6 +163,7 @@ def _describe_data(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             (
                 f"{rollouts['num_completions']} per prompt of at most {rollouts['max_new_tokens']} tokens, temperature "
                 f"{rollouts['temperature']:g}{'' if share == 1 else f', for {share:g} of the prompts'}"
+                f"{'; not trained without an end' if rollouts.get('mask_truncated') else ''}"
             ),
         )
 
@@ -179,9 +188,9 @@ def _describe_settings(facts: Facts, run: Mapping[str, Any]) -> Iterator[tuple[s
 
 def _is_unread(name: str, settings: Mapping[str, Any]) -> bool:
     """Return whether another setting decides that this one has no effect."""
-    return (name == "beta" and settings.get("kind", "jsd") != "jsd") or (
-        name == "gamma" and settings.get("loss") != "simpo"
-    )
+    if name in _LOSSES_THAT_READ:
+        return settings.get("loss") not in _LOSSES_THAT_READ[name]
+    return name == "beta" and settings.get("kind", "jsd") != "jsd"
 
 
 def _join(value: Any) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_fastft.core.errors import DataError
+from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
 from lightning_fastft.packing.rows.messages import check_messages
 from lightning_fastft.packing.rows.parsing import check_text, parse_row
@@ -17,11 +17,22 @@ from lightning_fastft.packing.tokens.formatter import Encoded, Formatter
 from lightning_fastft.packing.tokens.token_ids import TokenIdError
 from lightning_fastft.training.samplers import Sampled
 
+if TYPE_CHECKING:
+    from lightning_fastft.training.tuner import Tuner
+
 PROMPT, COMPLETION, TOOLS = "prompt", "completion", "tools"
 
 
-def make_rollout(prompt: Sequence[int], group: Sequence[Sampled], scores: Sequence[float]) -> Document:
+def make_rollout(
+    prompt: Sequence[int], group: Sequence[Sampled], scores: Sequence[float], *, end_ids: Sequence[int] | None = None
+) -> Document:
     """Return a prompt with its sampled completions as a document.
+
+    Args:
+        prompt: Token ids of the prompt.
+        group: The completions.
+        scores: A number for each completion.
+        end_ids: Tokens that end texts. A completion that ends with another one has no labels. None: all have labels.
 
     Raises:
         DataError: A completion is empty, or its log-probabilities have another length.
@@ -38,12 +49,48 @@ def make_rollout(prompt: Sequence[int], group: Sequence[Sampled], scores: Sequen
     input_ids = np.array([*prompt, *completions], dtype=np.int64)
     labels = input_ids.copy()
     labels[: len(prompt)] = IGNORED_LABEL
+    end = len(prompt)
+    for sampled in group:
+        begin, end = end, end + len(sampled.input_ids)
+        if end_ids is not None and sampled.input_ids[-1] not in end_ids:
+            labels[begin:end] = IGNORED_LABEL
     log_probs = None
     if all(sampled.log_probs is not None for sampled in group):
         known = [value for sampled in group for value in sampled.log_probs or ()]
         log_probs = np.array([*([0.0] * len(prompt)), *known], dtype=np.float32)
     lengths = (len(prompt), *(len(sampled.input_ids) for sampled in group))
     return Document(input_ids, labels, segment_lengths=lengths, scores=tuple(scores), log_probs=log_probs)
+
+
+def make_rollouts(
+    tuner: Tuner,
+    prompts: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[Sampled]],
+    scores: Sequence[Sequence[float]],
+    *,
+    masks_truncated: bool,
+) -> list[Document]:
+    """Return prompts with their sampled completions as documents; those without an end are not trained if masked.
+
+    Raises:
+        DataError: As ``make_rollout``.
+        OptionError: They are to be masked, and no token is known to end texts.
+    """
+    end_ids = find_end_ids(tuner) if masks_truncated else None
+    if end_ids == []:
+        raise OptionError(
+            "mask_truncated=True masks completions without an end, and neither the model nor the tokenizer has a token "
+            "that ends a text. Give the tokenizer an eos_token, or leave mask_truncated out."
+        )
+    return [make_rollout(*parts, end_ids=end_ids) for parts in zip(prompts, groups, scores)]
+
+
+def find_end_ids(tuner: Tuner) -> list[int]:
+    """Return the ids of the tokens at which generation stops; empty if they are not known."""
+    known = [*(tuner.stop_ids or ()), *([] if tuner.answer_end is None else [tuner.answer_end])]
+    if known or tuner.tokenizer is None:
+        return known
+    return [] if tuner.tokenizer.eos_token_id is None else [tuner.tokenizer.eos_token_id]
 
 
 def read_prompt(raw: Any, *, place: str) -> dict[str, Any]:

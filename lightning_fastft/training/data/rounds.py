@@ -14,8 +14,9 @@ from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import FastFTError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
-from lightning_fastft.packing.document import Document, split_document
+from lightning_fastft.packing.document import IGNORED_LABEL, Document, split_document
 from lightning_fastft.packing.loader import EMPTY_PACK_TOKENS
+from lightning_fastft.packing.needs import LossUnit
 from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.training.data.position import BY_CONTENT, SIZES, compare_plans
@@ -87,6 +88,13 @@ def pack_round(
             batch.context.completions = Completions.none()
         batches.append(batch.to(device))
     return batches
+
+
+def weigh_rollouts(documents: Sequence[Document], *, unit: LossUnit) -> np.ndarray:
+    """Return what each rollout counts in the mean of the loss: its labelled tokens, or its completions."""
+    if unit == "token":
+        return np.array([int((document.labels != IGNORED_LABEL).sum()) for document in documents], dtype=np.int64)
+    return np.array([len(document.scores) for document in documents], dtype=np.int64)
 
 
 def digest_prompts(prompts: Sequence[Sequence[int]], given: Sequence[Document]) -> dict[str, str]:

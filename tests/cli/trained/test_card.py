@@ -10,6 +10,7 @@ from lightning_fastft.cli.command_record import CommandRecord
 from lightning_fastft.cli.trained.card import Facts, read_facts, render_card
 from lightning_fastft.cli.trained.opening import COMMAND_KEY, Request, open_trained
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.training.model.run_record import RUN_KEY
 
 WORDS = [
     "fit",
@@ -43,6 +44,31 @@ def test_settings_without_an_effect_are_not_shown():
     ]
     assert "beta" not in shown
     assert "temperature" not in shown
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [
+        ("grpo", {"clip_low", "clip_high"}),
+        ("cispo", {"clip_high"}),
+        ("sapo", {"sapo_temperature_pos", "sapo_temperature_neg"}),
+    ],
+)
+def test_settings_of_other_policy_losses_are_not_shown(loss, shown):
+    named = {"clip_low", "clip_high", "dual_clip", "unbiased_kl", "sapo_temperature_pos", "sapo_temperature_neg"}
+    settings = {"loss": loss, **dict.fromkeys(named, 0.3), "dual_clip": None, "unbiased_kl": False}
+    text = render_card(Facts("base", "all weights", {}, {"hyper_parameters": settings}))
+    assert {name for name in named if name in text} == shown
+
+
+@pytest.mark.parametrize("options", [{}, {"mask_truncated": False}, {"mask_truncated": True}])
+def test_masked_completions_are_named(options):
+    rollouts = {"source": "a.jsonl", "prompts": 2, "num_completions": 4, "max_new_tokens": 8, "temperature": 1.0}
+    data = {"rollouts": {**rollouts, "sampled_share": 1.0, **options}}
+    record = {RUN_KEY: {"data": data, "packs_per_step": 1, "optimizer_steps": 1, "epochs": 1}}
+    text = render_card(Facts("base", "adapters", {}, record))
+    assert "4 per prompt of at most 8 tokens" in text
+    assert ("without an end" in text) is bool(options.get("mask_truncated"))
 
 
 @pytest.mark.parametrize(("task_type", "auto_class"), [
