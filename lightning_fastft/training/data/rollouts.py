@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_fastft.core.errors import DataError
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.messages import check_messages
 from lightning_fastft.packing.rows.parsing import check_text, parse_row
 from lightning_fastft.packing.rows.rejects import MISSING_COLUMN, RowRejectedError
@@ -44,6 +45,16 @@ def make_rollout(prompt: Sequence[int], group: Sequence[Sampled], scores: Sequen
         log_probs = np.array([*([0.0] * len(prompt)), *known], dtype=np.float32)
     lengths = (len(prompt), *(len(sampled.input_ids) for sampled in group))
     return Document(input_ids, labels, segment_lengths=lengths, scores=tuple(scores), log_probs=log_probs)
+
+
+def read_prompts(source: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of prompts and the place of each, for messages."""
+    rows, places = [], []
+    for opened in open_sources(source):
+        for raw in opened.read(None):
+            places.append(f"{opened.name}, {opened.counts} {raw.line}")
+            rows.append(read_prompt(raw.raw, place=places[-1]))
+    return rows, places
 
 
 def read_prompt(raw: Any, *, place: str) -> dict[str, Any]:
