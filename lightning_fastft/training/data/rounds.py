@@ -16,7 +16,7 @@ from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.document import Document, split_document
 from lightning_fastft.packing.loader import EMPTY_PACK_TOKENS
-from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
+from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.training.data.position import BY_CONTENT, SIZES, compare_plans
 
@@ -71,9 +71,14 @@ def pack_round(
         )
     parts_N = [split_document(document, shares_prompt=shares_prompts) for document in documents]
     length_N = np.array([sum(len(part.input_ids) for part in parts) for parts in parts_N], dtype=np.int64)
-    packs = pack_best_fit_decreasing(length_N, max_tokens=max_tokens)
-    num_packs = -(-int(_gather(len(packs)).max()) // accumulate) * accumulate
-    packs = split_to_multiple(packs, length_N, multiple=num_packs)
+    own = pack_best_fit_decreasing(length_N, max_tokens=max_tokens) if documents else None
+    num_packs = -(-int(_gather(0 if own is None else len(own)).max()) // accumulate) * accumulate
+    if own is None:
+        # Rewards judged no completion of this rank.
+        none_N, start_P1 = np.zeros(0, dtype=np.int64), np.zeros(num_packs + 1, dtype=np.int64)
+        packs = Packs(document_N=none_N, start_P1=start_P1, max_tokens=max_tokens)
+    else:
+        packs = split_to_multiple(own, length_N, multiple=num_packs)
     # Best fit puts the longest rollouts first; the shuffle spreads them over the windows.
     order = np.argsort(mix_bits(np.arange(num_packs, dtype=np.uint64), seed=seed, stream=0), kind="stable")
     # Loggers read the last micro-batch of a window: the empty packs of each come first.
