@@ -1,4 +1,4 @@
-"""TRL's GKDTrainer against our loop: samples, losses and weights of whole runs, from one student and its seeds.
+"""TRL's GKDTrainer and DistillationTrainer against our loop: samples, losses and weights of whole runs, from one student and its seeds.
 
 TRL trains the rows of our rounds in our order, and samples where ours sampled.
 """
@@ -79,14 +79,31 @@ class Record(Callback):
             self.weights.append(trained_weights(tuner.model))
 
 
-def run_ours(folder, model, tokenizer, rows, *, accumulate, share, temperature, sampler, **options):
+class PlainDivergence:
+    """The fused divergence of TRL's DistillationTrainer by the formula of its GKDTrainer."""
+
+    @staticmethod
+    def apply(student, student_head, _, teacher, teacher_head, __, beta, temperature, *___):
+        from trl.experimental.gkd import GKDTrainer
+
+        logits, other = student @ student_head.T, teacher @ teacher_head.T
+        divergence = GKDTrainer.generalized_jsd_loss(
+            logits, other, beta=beta, temperature=temperature, reduction="none"
+        )
+        return divergence.sum(-1), torch.zeros(len(student))
+
+
+def run_ours(
+    folder, model, tokenizer, rows, *, accumulate, share, temperature, sampler, sampling=None,
+    divergence_temperature=1.0, **options,
+):  # fmt: skip
     tuner = DistillationTuner(
         model, teacher=make_small_teacher(), tokenizer=tokenizer, dtype="float32", scheduler=get_constant_schedule,
-        optimizer=lambda groups: torch.optim.SGD(groups, lr=RATE), **options,
+        temperature=divergence_temperature, optimizer=lambda groups: torch.optim.SGD(groups, lr=RATE), **options,
     )  # fmt: skip
     data = RolloutDataModule(
         rows, sampler=sampler, sampled_share=share, num_completions=1, prompts_per_round=ROUND, max_new_tokens=LONGEST,
-        temperature=temperature, max_tokens=512 if accumulate == 1 else 30,
+        temperature=temperature, sampling_options=sampling, max_tokens=512 if accumulate == 1 else 30,
     )  # fmt: skip
     record = Record()
     quiet_trainer(
@@ -194,11 +211,71 @@ def test_runs_are_trls(
         tmp_path, monkeypatch, model, tokenizer, record, rows, size=size, share=share, temperature=temperature,
         beta=beta, counts_sampled=not is_even,
     )  # fmt: skip
+    assert_same(record, found, has_losses=accumulate == 1)
+
+
+def assert_same(record, found, *, has_losses):
     assert len(record.weights) == len(found.weights) == len(record.rounds) == STEPS
     for step, (one, other) in enumerate(zip(record.weights, found.weights)):
         assert one.keys() == other.keys()
         assert max(float((one[name] - other[name]).abs().max()) for name in one) < BOUND, step
     first, last = record.weights[0], record.weights[-1]
     assert max(float((last[name] - first[name]).abs().max()) for name in first) > 1e3 * BOUND
-    if accumulate == 1:
+    if has_losses:
         assert record.losses == pytest.approx([logs["loss"] for logs in found.logged if "loss" in logs], rel=1e-4)
+
+
+@pytest.mark.covering
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "beta", "accumulate", "temperature", "sampling"),
+    [
+        ({"kind": "jsd", "beta": 0.3}, 0.3, 1, 0.8, {}),
+        ({"kind": "reverse_kl"}, 1.0, 2, 1.0, {"top_p": 0.8, "top_k": 8, "min_p": 0.02}),
+        ({"kind": "forward_kl"}, 0.0, 1, 1.5, {}),
+    ],
+)
+def test_runs_are_those_of_trls_distillation_trainer(
+    tmp_path, monkeypatch, options, beta, accumulate, temperature, sampling
+):
+    """Its temperature is that of the sampling and of the divergence."""
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+    from trl.trainer import distillation_trainer
+
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    model, rows = make_model(has_adapters=False), make_rows(length=None)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    record = run_ours(
+        tmp_path, copy.deepcopy(model), tokenizer, rows, accumulate=accumulate, share=1.0, temperature=temperature,
+        sampler=sample_with_model, sampling=sampling, divergence_temperature=temperature, **options,
+    )  # fmt: skip
+    texts = {tuple(tokenizer(row["prompt"][0]["content"] + "=")["input_ids"]): row["prompt"] for row in rows}
+    prompts = [{"prompt": texts[tuple(prompt)]} for pairs in record.rounds for prompt, _ in pairs]
+    found = TheirRecord()
+    config = DistillationConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=ROUND // accumulate,
+        gradient_accumulation_steps=accumulate, learning_rate=RATE, max_steps=STEPS, lr_scheduler_type="constant",
+        max_grad_norm=0.0, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
+        gradient_checkpointing=False, beta=beta, temperature=temperature, max_completion_length=LONGEST, **sampling,
+    )  # fmt: skip
+    trainer = DistillationTrainer(
+        model=model, teacher_model=make_small_teacher(), args=config, processing_class=tokenizer, callbacks=[found],
+        train_dataset=Dataset.from_list(prompts),
+    )  # fmt: skip
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=RATE)
+    own_turn, rounds = trainer._generate_single_turn, iter(zip(record.seeds, record.rounds))
+
+    def generate(prompt_ids, *args):
+        seed, pairs = next(rounds)
+        torch.manual_seed(seed)
+        written = own_turn(prompt_ids, *args)
+        assert list(zip(prompt_ids, written)) == pairs
+        return written
+
+    monkeypatch.setattr(distillation_trainer, "ChunkedDivergenceFunction", PlainDivergence)
+    monkeypatch.setattr(distillation_trainer, "shuffle_sequence_dict", lambda batch: batch)
+    monkeypatch.setattr(trainer, "_generate_single_turn", generate)
+    trainer.train()
+    assert_same(record, found, has_losses=accumulate == 1)
