@@ -5,12 +5,12 @@ Axes: C completions of all groups.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.errors import DataError, OptionError
@@ -131,10 +131,11 @@ def make_rollouts(
     for prompt, group, scores in zip(prompts, groups, rewards):
         kept = [(sampled, score) for sampled, score in zip(group, scores) if score is not None]
         if len(kept) < len(group):
-            # One text, which Python shows once.
-            rank_zero_warn(
+            # On any rank; one text, which Python shows once.
+            warnings.warn(
                 "All reward functions returned None for some completions. These are left out: they are not trained, "
-                "and count neither in the mean of their group nor in that of the step."
+                "and count neither in the mean of their group nor in that of the step.",
+                stacklevel=2,
             )
         rollout = make_rollout(prompt, [pair[0] for pair in kept], [pair[1] for pair in kept]) if kept else None
         if rollout is not None and sampler_clip is None:
