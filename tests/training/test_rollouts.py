@@ -520,9 +520,9 @@ def judge_texts(*rewards, texts=("1", "2"), weights=None):
     ids=["list", "tuple", "array", "tensors"],
 )  # fmt: skip
 def test_a_reward_counts_where_it_is_not_none(make):
-    first, second = make([None, 2.0, None]), make([1.0, 4.0, None])
-    found = judge_texts(lambda **_: first, lambda **_: second, texts="123", weights=[0.5, -2.0])
-    assert found == [-2.0, -7.0, None]
+    first, second = make([None, 2.0, None, 3.0]), make([1.0, 4.0, None, None])
+    found = judge_texts(lambda **_: first, lambda **_: second, texts="1234", weights=[0.5, -2.0])
+    assert found == [-2.0, -7.0, None, 1.5]
 
 
 def test_a_reward_that_returns_nothing_is_named():
