@@ -139,7 +139,8 @@ def sample_completions(
 
     The mode of every module is restored, and the global generators do not change. The distribution is the model's own
     at the temperature, above 0: of its ``generation_config`` only the end-of-text tokens are read, no penalty, filter
-    or banned token. The options are those of transformers' ``generate``.
+    or banned token. The options are those of transformers' ``generate``. A ``repetition_penalty`` counts the tokens of
+    the prompt, as in transformers, but not its padding.
 
     Cost:
         One batch of len(prompts) x num_completions rows, padded on the left; one host sync per token.
@@ -147,13 +148,38 @@ def sample_completions(
     pad, ends = _special_ids(model, tokenizer)
     ends = [*ends, *more_ends]
     device = model.get_input_embeddings().weight.device
+    penalty = options.pop("repetition_penalty", 1.0)
+    if penalty != 1.0:
+        widths = [len(prompt) for prompt in prompts for _ in range(num_completions)]
+        options["logits_processor"] = [_penalise_repetition(penalty, widths)]
     with seeded(seed, device=device), _neutral_generation(model):
         written = _generate(
-            model, prompts, pad=pad, max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature, top_k=0,
-            top_p=1.0, num_return_sequences=num_completions, eos_token_id=ends or None, pad_token_id=pad, **options,
+            model, prompts, pad=pad, max_new_tokens=max_new_tokens, do_sample=True, temperature=temperature,
+            num_return_sequences=num_completions, eos_token_id=ends or None, pad_token_id=pad,
+            **{"top_k": 0, "top_p": 1.0, **options},
         ).tolist()  # fmt: skip
     rows = [_cut(row, ends) for row in written]
     return [rows[begin : begin + num_completions] for begin in range(0, len(rows), num_completions)]
+
+
+def _penalise_repetition(penalty: float, widths: Sequence[int]) -> Any:
+    """Return transformers' repetition penalty without the padding on the left of prompts of these widths.
+
+    Padding would penalise its token, often that of the end of text, in all rows but the longest.
+    """
+    from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+    penalise = RepetitionPenaltyLogitsProcessor(penalty)
+    num_padded = max(widths) - torch.tensor(widths)[:, None]
+
+    class Penalty(LogitsProcessor):
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            begin = num_padded.to(input_ids.device)
+            # A token counts once: the first of the prompt takes the place of the padding.
+            is_padding = torch.arange(input_ids.shape[1], device=input_ids.device) < begin
+            return penalise(torch.where(is_padding, input_ids.gather(1, begin), input_ids), scores)
+
+    return Penalty()
 
 
 @contextmanager

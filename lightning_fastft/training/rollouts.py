@@ -19,7 +19,6 @@ from lightning_fastft.core.errors import OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch
 from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.loader import ENDLESS, PackedLoader
-from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.rows.template_options import check_template_options
 from lightning_fastft.packing.step_plan import mix_bits
@@ -28,20 +27,41 @@ from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.training.data.options import check_source
 from lightning_fastft.training.data.position import SIZES, from_plain, to_plain
 from lightning_fastft.training.data.recorded import RecordedDataModule
-from lightning_fastft.training.data.rollouts import PROMPT, encode_given, encode_prompt_ids, make_rollouts, read_prompt
+from lightning_fastft.training.data.rollouts import (
+    PROMPT,
+    encode_given,
+    encode_prompt_ids,
+    read_prompts,
+    require_end_ids,
+)
 from lightning_fastft.training.data.rounds import (
+    check_prompts_per_round,
     check_rollout_tuner,
+    check_room,
     check_rounds,
     choose_prompts,
     digest_prompts,
     draw_sampled,
+    find_tuner,
     pack_round,
     weigh_rollouts,
 )
-from lightning_fastft.training.data.sampled import check_columns, check_groups, judge
+from lightning_fastft.training.data.sampled import (
+    check_columns,
+    check_groups,
+    check_reward_weights,
+    judge,
+    make_rollouts,
+)
 from lightning_fastft.training.data.subsets import can_share_prompts
 from lightning_fastft.training.data.trainer_facts import check_rollout_run, has_trained
-from lightning_fastft.training.samplers import FunctionSampler, Sampled, VllmSampler, sample_with_model
+from lightning_fastft.training.samplers import (
+    FunctionSampler,
+    Sampled,
+    VllmSampler,
+    check_sampling_options,
+    sample_with_model,
+)
 
 if TYPE_CHECKING:
     from lightning_fastft.training.distillation import DistillationTuner
@@ -49,6 +69,12 @@ if TYPE_CHECKING:
 
 # Samplers keep this import path.
 __all__ = ["FunctionSampler", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
+
+
+# Settings of the sampling that a checkpoint keeps.
+_SETTINGS = (
+    "num_completions", "max_new_tokens", "temperature", "sampling_options", "sampled_share", "mask_truncated",
+)  # fmt: skip
 
 
 class RolloutDataModule(RecordedDataModule):
@@ -65,8 +91,9 @@ class RolloutDataModule(RecordedDataModule):
             ``PackedDataModule``. All columns except "prompt" are passed to the rewards.
         rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
             prompts, completions (texts), one list for each other column of the rows, and completion_ids (lists of
-            token ids) if the function takes it. Returns one finite number for each completion. None for a
-            DistillationTuner.
+            token ids) if the function takes it. Returns for each completion a finite number, or None where the
+            function does not apply. A completion without any number is left out. None for a DistillationTuner.
+        reward_weights: Factor of each reward function; 1 by default.
         sampler: Samples the completions; ``sample_with_model``, a ``VllmSampler``, a ``FunctionSampler`` of your own
             function, or a function like ``sample_with_model``.
         sampled_share: Share of prompts whose completions are sampled, drawn anew in each round (lmbda of GKD). The
@@ -75,6 +102,8 @@ class RolloutDataModule(RecordedDataModule):
         prompts_per_round: Prompts of a round, on all ranks together.
         max_new_tokens: Most tokens of a completion.
         temperature: Temperature of the sampling; that of a PolicyTuner must be the same.
+        sampling_options: "top_p", "top_k", "min_p" and "repetition_penalty" of the sampling, as in transformers and
+            vLLM; by default none. Log-probabilities of a PolicyTuner are without them, as in TRL.
         max_tokens: Length of a pack in tokens.
         chat_template_kwargs: Variables of the chat template for all prompts; as in ``PackedDataModule``.
         pad_to_max: Pad every pack to max_tokens, for static shapes.
@@ -94,12 +123,14 @@ class RolloutDataModule(RecordedDataModule):
         prompts: str | list[str] | list[dict[str, Any]] | Any,
         *,
         rewards: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        reward_weights: list[float] | None = None,
         sampler: Callable[..., Any] = sample_with_model,
         sampled_share: float = 1.0,
         num_completions: int = 8,
         prompts_per_round: int = 8,
         max_new_tokens: int = 256,
         temperature: float = 1.0,
+        sampling_options: dict[str, Any] | None = None,
         max_tokens: int = 4096,
         chat_template_kwargs: dict[str, Any] | None = None,
         pad_to_max: bool = False,
@@ -116,7 +147,9 @@ class RolloutDataModule(RecordedDataModule):
         is_empty = rewards is not None and not self.rewards
         if is_empty or not all(map(callable, self.rewards)) or not callable(sampler):
             raise OptionError("rewards must be a function or a list of functions, and sampler a function.")
+        self.reward_weights = check_reward_weights(reward_weights, num_rewards=len(self.rewards))
         self.sampler = sampler
+        self.sampling_options = check_sampling_options(sampling_options, sampler=sampler)
         self.sampled_share = check_share("sampled_share", sampled_share)
         if self.rewards and sampled_share < 1:
             raise OptionError(
@@ -162,7 +195,7 @@ class RolloutDataModule(RecordedDataModule):
             # A new run does not continue with rollouts of an earlier one.
             self._num_rounds = self._num_yielded = self._num_in_round = 0
             self._documents = self._old = None
-        tuner, places = self._tuner(), []
+        tuner = self._tuner()
         check_rollout_tuner(tuner, has_rewards=bool(self.rewards), temperature=self.temperature)
         if tuner.tokenizer is None:
             raise OptionError("Prompts are text and need a tokenizer: give the tuner one.")
@@ -172,11 +205,7 @@ class RolloutDataModule(RecordedDataModule):
         formatter = Formatter(
             tuner.tokenizer, options=format_options, vocab_size=tuner.vocab_size, stop_ids=tuner.stop_ids
         )
-        self._rows = []
-        for source in open_sources(self._source):
-            for raw in source.read(None):
-                places.append(f"{source.name}, {source.counts} {raw.line}")
-                self._rows.append(read_prompt(raw.raw, place=places[-1]))
+        self._rows, places = read_prompts(self._source)
         self._prompt_ids = [encode_prompt_ids(formatter, row, place=place) for row, place in zip(self._rows, places)]
         find_end = find_text_end if self.is_plain else find_answer_end
         self.answer_end = find_end(tuner.tokenizer, options=format_options, stop_ids=tuner.stop_ids or ())
@@ -190,20 +219,14 @@ class RolloutDataModule(RecordedDataModule):
             )
         self._digests = digest_prompts(self._prompt_ids, self._given)
         self._shares_prompts = can_share_prompts(self.share_prompts, tuner)
-        longest = max(map(len, self._prompt_ids))
-        num_behind = self.num_completions * self.max_new_tokens
-        num_prompt = longest - 1 + self.num_completions if self._shares_prompts else longest * self.num_completions
-        if num_prompt + num_behind > self.max_tokens:
-            raise OptionError(
-                f"A prompt of {longest} tokens with {self.num_completions} completions of {self.max_new_tokens} does "
-                f"not fit max_tokens={self.max_tokens}. Raise max_tokens, or lower one of the others."
-            )
-        world_size = 1 if self.trainer is None else self.trainer.world_size
-        if self.prompts_per_round % world_size or self.prompts_per_round > len(self._rows):
-            raise OptionError(
-                f"prompts_per_round={self.prompts_per_round} must be a multiple of the {world_size} ranks and at most "
-                f"the {len(self._rows)} prompts."
-            )
+        check_room(
+            max(map(len, self._prompt_ids)), num_completions=self.num_completions, max_new_tokens=self.max_new_tokens,
+            max_tokens=self.max_tokens, shares_prompts=self._shares_prompts,
+        )  # fmt: skip
+        check_prompts_per_round(
+            self.prompts_per_round, num_prompts=len(self._rows),
+            world_size=1 if self.trainer is None else self.trainer.world_size,
+        )  # fmt: skip
 
     @property
     def rollout_facts(self) -> dict[str, Any]:
@@ -269,41 +292,31 @@ class RolloutDataModule(RecordedDataModule):
         is_sampled = draw_sampled(number, share=self.sampled_share, **options)[rank::world_size]
         asked = [index for index, drawn in zip(chosen, is_sampled) if drawn]
         rollouts = iter(self._sample(asked, seed=self._round_seed(number, stream=1)))
-        return [next(rollouts) if drawn else self._given[index] for index, drawn in zip(chosen, is_sampled)]
+        found = [next(rollouts) if drawn else self._given[index] for index, drawn in zip(chosen, is_sampled)]
+        return [rollout for rollout in found if rollout is not None]
 
-    def _sample(self, chosen: Sequence[int], *, seed: int) -> list[Document]:
-        """Return the rollouts of some prompts."""
+    def _sample(self, chosen: Sequence[int], *, seed: int) -> list[Document | None]:
+        """Return the rollouts of some prompts; None where no completion has a reward."""
         if not chosen:
             return []
         tuner = self._tuner()
         prompts = [self._prompt_ids[index] for index in chosen]
         groups = self.sampler(
-            tuner,
-            prompts,
-            num_completions=self.num_completions,
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            seed=seed,
-        )
+            tuner, prompts, num_completions=self.num_completions, max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature, seed=seed, **self.sampling_options,
+        )  # fmt: skip
         check_groups(
             groups, num_prompts=len(prompts), num_completions=self.num_completions, max_new_tokens=self.max_new_tokens,
             vocab_size=tuner.vocab_size,
         )  # fmt: skip
         rows = [self._rows[index] for index in chosen]
-        rewards = judge(rows, groups, rewards=self.rewards, columns=self._columns, tokenizer=tuner.tokenizer)
-        rollouts = make_rollouts(tuner, prompts, groups, rewards, masks_truncated=self.mask_truncated)
+        rewards = judge(
+            rows, groups, rewards=self.rewards, weights=self.reward_weights, columns=self._columns,
+            tokenizer=tuner.tokenizer,
+        )  # fmt: skip
         sampler_clip = getattr(tuner, "sampler_clip", None)
-        if sampler_clip is None:
-            # Nothing corrects for the sampler: it is taken for the policy, however many steps a round has.
-            return [rollout._replace(log_probs=None) for rollout in rollouts]
-        if any(rollout.log_probs is None for rollout in rollouts):
-            name = getattr(self.sampler, "__name__", type(self.sampler).__name__)
-            raise OptionError(
-                f"sampler_clip={sampler_clip} corrects by the log-probabilities that a sampler returns, and {name} "
-                "returned none. Leave sampler_clip out, or give a sampler with log-probabilities: VllmSampler, or a "
-                "function of yours like sample_with_model."
-            )
-        return rollouts
+        end_ids = require_end_ids(tuner) if self.mask_truncated else None
+        return make_rollouts(prompts, groups, rewards, end_ids=end_ids, sampler_clip=sampler_clip, sampler=self.sampler)
 
     def _note_old(self, batches: Sequence[PackedBatch]) -> None:
         """Give every batch of a policy's round with several steps the log-probabilities before the first."""
@@ -340,19 +353,10 @@ class RolloutDataModule(RecordedDataModule):
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings of the sampling, which may change between rounds."""
-        names = ("num_completions", "max_new_tokens", "temperature", "sampled_share", "mask_truncated")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _SETTINGS}
 
     def _tuner(self) -> PolicyTuner | DistillationTuner:
-        from lightning_fastft.training.distillation import DistillationTuner
-        from lightning_fastft.training.policy import PolicyTuner
-
-        module = None if self.trainer is None else self.trainer.lightning_module
-        if not isinstance(module, (PolicyTuner, DistillationTuner)):
-            raise OptionError(
-                f"RolloutDataModule samples for a PolicyTuner or a DistillationTuner, got {type(module).__name__}."
-            )
-        return module
+        return find_tuner(None if self.trainer is None else self.trainer.lightning_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the round, the place in it, and the rollouts of every rank, from which the run resumes bit for bit.

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_fastft.core.checks import check_float, check_int
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError
 
 if TYPE_CHECKING:
     from lightning_fastft.training.tuner import Tuner
+
+# Options of transformers' generate and of vLLM's SamplingParams with one meaning, and their limits.
+SAMPLING_LIMITS = {"top_p": (1e-6, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 1e3)}
+SAMPLING_OPTIONS = ("top_k", *SAMPLING_LIMITS)
 
 
 class Sampled(NamedTuple):
@@ -18,6 +24,53 @@ class Sampled(NamedTuple):
 
     input_ids: list[int]
     log_probs: list[float] | None = None
+
+
+def check_sampling_options(options: Mapping[str, Any] | None, *, sampler: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options of a sampling, checked: top_p, top_k, min_p and repetition_penalty, those that were given.
+
+    Raises:
+        OptionError: One has another name, a value that is not allowed, or is not taken by the sampler.
+
+    Example:
+        >>> check_sampling_options({"top_p": 0.9, "top_k": 20}, sampler=sample_with_model)
+        {'top_p': 0.9, 'top_k': 20}
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"sampling_options must be a dict, got {options!r} ({type(options).__name__}).")
+    checked: dict[str, Any] = {}
+    for name, value in (options or {}).items():
+        if name not in SAMPLING_OPTIONS:
+            raise OptionError(
+                f"sampling_options has {name!r}; it takes {', '.join(SAMPLING_OPTIONS)}. The others are options of "
+                "RolloutDataModule."
+            )
+        if name == "top_k":
+            checked[name] = check_int(f"sampling_options[{name!r}]", value, low=0)
+        else:
+            low, high = SAMPLING_LIMITS[name]
+            checked[name] = float(check_float(f"sampling_options[{name!r}]", value, low=low, high=high))
+    _refuse_untaken(sampler, checked, what="sampler")
+    return checked
+
+
+def takes_keyword(function: Callable[..., Any], keyword: str) -> bool:
+    """Return whether a function takes a keyword; False where Python does not know its signature."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _refuse_untaken(function: Callable[..., Any], options: Mapping[str, Any], *, what: str) -> None:
+    untaken = [name for name in options if not takes_keyword(function, name)]
+    if untaken:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise OptionError(
+            f"sampling_options has {', '.join(untaken)}, which the {what} {name} does not take by name, so it would "
+            "have no effect. Add it to its keywords, or remove it from sampling_options."
+        )
 
 
 def sample_with_model(
@@ -28,6 +81,7 @@ def sample_with_model(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    **sampling_options: Any,
 ) -> list[list[Sampled]]:
     """Sample with transformers' ``generate`` in the process of the training: simple, and slow for large models."""
     from lightning_fastft.hf.generation import sample_completions
@@ -46,6 +100,7 @@ def sample_with_model(
         temperature=temperature,
         seed=seed,
         more_ends=() if tuner.answer_end is None else (tuner.answer_end,),
+        **sampling_options,
     )
     return [[Sampled(ids) for ids in group] for group in groups]
 
@@ -101,8 +156,9 @@ class VllmSampler:
         max_new_tokens: int,
         temperature: float,
         seed: int,
+        **sampling_options: Any,
     ) -> list[list[Sampled]]:
-        """Return completions with vLLM's log-probabilities.
+        """Return completions with vLLM's log-probabilities, which are those of its distribution after all options.
 
         Raises:
             OptionError: The tuner has no adapters, they are sharded or active beside others, or their rank is above
@@ -120,7 +176,7 @@ class VllmSampler:
             self._vllm.SamplingParams(
                 n=num_completions, max_tokens=max_new_tokens, temperature=temperature, logprobs=0,
                 seed=seed % 2**62 + place * num_completions, detokenize=False,
-                stop_token_ids=None if tuner.answer_end is None else [tuner.answer_end],
+                stop_token_ids=None if tuner.answer_end is None else [tuner.answer_end], **sampling_options,
             )
             for place in range(len(prompts))
         ]  # fmt: skip
@@ -172,8 +228,9 @@ class FunctionSampler:
     The function controls temperature and seed; a completion of more than max_new_tokens is refused.
 
     Args:
-        generate: Called with a list of prompts, each num_completions times in a row; returns one completion for each,
-            without the prompt, and with the end-of-text token where the text ends.
+        generate: Called with a list of prompts, each num_completions times in a row, and with the ``sampling_options``
+            of the ``RolloutDataModule`` as keywords; returns one completion for each, without the prompt, and with the
+            end-of-text token where the text ends.
 
     Raises:
         OptionError: generate is not callable.
@@ -184,7 +241,7 @@ class FunctionSampler:
         [[Sampled(input_ids=[2, 1], log_probs=None)]]
     """
 
-    def __init__(self, generate: Callable[[list[list[int]]], Sequence[Sequence[int]]]) -> None:
+    def __init__(self, generate: Callable[..., Sequence[Sequence[int]]]) -> None:
         if not callable(generate):
             raise OptionError(f"generate must be a function, got {generate!r} ({type(generate).__name__}).")
         self._generate = generate
@@ -198,14 +255,17 @@ class FunctionSampler:
         max_new_tokens: int,
         temperature: float,
         seed: int,
+        **sampling_options: Any,
     ) -> list[list[Sampled]]:
         """Return the function's completions of each prompt.
 
         Raises:
             DataError: It returned another number of completions.
+            OptionError: It does not take a sampling option that was given.
         """
+        _refuse_untaken(self._generate, sampling_options, what="function of FunctionSampler")
         repeated = [list(prompt) for prompt in prompts for _ in range(num_completions)]
-        written = [Sampled(list(ids)) for ids in self._generate(repeated)]
+        written = [Sampled(list(ids)) for ids in self._generate(repeated, **sampling_options)]
         if len(written) != len(repeated):
             raise DataError(
                 f"The function of FunctionSampler returned {len(written)} completions for {len(repeated)} prompts; it "

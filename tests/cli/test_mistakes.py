@@ -90,6 +90,7 @@ ANSWERED = [
     (["demo", "--trainer.max_stps", "3"], 2, "did you mean trainer.max_steps?"),
     (["fit", *CONFIG, "--trainer.max_steps", "abc"], 2, "trainer.max_steps: must be a whole number, got 'abc'"),
     (["data", *CONFIG, "--data.max_tokens=1.5"], 2, "data.max_tokens: must be a whole number, got '1.5'"),
+    (["fit", "--config", "grpo_qwen3_0.6b", "--data.top_p", "0.9"], 2, "data.sampling_options.top_p"),
     (["fit", *CONFIG, "--enable_thinking", "false"], 2, "data.chat_template_kwargs.enable_thinking false"),
     (["chat", ".", "--chat-template-kwargs", "{x"], 1, "--chat-template-kwargs is a string that is not valid JSON"),
     (["fit", *CONFIG, "--model.learning_rate", "x"], 2, "model.learning_rate: must be None or a number, got 'x'"),

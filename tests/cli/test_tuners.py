@@ -167,7 +167,10 @@ def fit(name, model, *words):
     return FastFTCLI(["fit", *words, "--trainer.callbacks.save_last", "true", "--model.learning_rate", "1e-2"])
 
 
-POLICY = ("--data.num_completions", "2", "--data.prompts_per_round", "2", "--data.max_new_tokens", "3")
+POLICY = (
+    "--data.num_completions", "2", "--data.prompts_per_round", "2", "--data.max_new_tokens", "3",
+    "--data.sampling_options.top_p", "0.9", "--data.reward_weights", "[2]",
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -190,6 +193,7 @@ def test_adapters_of_a_tuner_are_exported(name, more, rows, model, answer, caplo
         assert "--allow-import tuner_rewards" in card
         assert "| prompts | prompts.jsonl: 40 prompts |" in card
         assert "| advantage | normalised |" in card
+        assert "2 per prompt of at most 3 tokens, temperature 1, top_p 0.9 |" in card
 
 
 @pytest.mark.slow

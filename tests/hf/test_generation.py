@@ -122,3 +122,23 @@ def test_samples_follow_the_models_own_distribution(name, has_adapters, tokenize
     with torch.no_grad():
         best = model(input_ids=ids[None], use_cache=False).logits[0].argmax(-1)
     assert best[2:-1].tolist() == ids[3:].tolist()
+
+
+def test_a_repetition_penalty_counts_the_prompt_and_not_its_padding(tokenizer):
+    model, prompts = build_tiny("llama"), [[5, 6], [7, 8, 7, 9, 11, 12]]
+
+    def sample(*prompts, penalty=1.0):
+        return sample_completions(
+            model, tokenizer=tokenizer, prompts=prompts, num_completions=1, max_new_tokens=8, temperature=1e-3, seed=1,
+            repetition_penalty=penalty,
+        )  # fmt: skip
+
+    # The end-of-text token, which pads, would be the likeliest one after a penalty below 1.
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] = 0.5 * model.lm_head.weight[sample(prompts[0])[0][0][0]]
+    (alone,), (other,) = (sample(prompt, penalty=0.2) for prompt in prompts)
+    assert sample(*prompts, penalty=0.2) == [alone, other]
+    theirs = model.generate(
+        torch.tensor([prompts[0]]), do_sample=False, max_new_tokens=8, repetition_penalty=0.2, pad_token_id=0
+    )
+    assert theirs[0, 2:].tolist() == alone[0] != sample(prompts[0])[0][0]

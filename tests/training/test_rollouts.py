@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from lightning_fastft.checkpoint.lightning_internals import logged_step_values
 from lightning_fastft.core.errors import DataError, MissingDependencyError, OptionError, ResumeError
 from lightning_fastft.strategies.single_device import FastFTStrategy
+from lightning_fastft.training.data import rounds
 from lightning_fastft.training.data.rollouts import make_rollout
 from lightning_fastft.training.data.sampled import judge
 from lightning_fastft.training.policy import PolicyTuner
@@ -504,6 +505,79 @@ def test_an_error_of_a_reward_names_what_is_wrong(values, named, other):
     assert other not in str(refused.value)
 
 
+def judge_texts(*rewards, texts=("1", "2"), weights=None):
+    tokenizer = character_tokenizer()
+    groups = [[Sampled(tokenizer.encode(text)) for text in texts]]
+    return judge([{"prompt": "1+1="}], groups, rewards=rewards, weights=weights, columns=[], tokenizer=tokenizer)[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        list, tuple, lambda values: np.array(values, dtype=object),
+        lambda values: [None if value is None else torch.tensor(value) for value in values],
+    ],
+    ids=["list", "tuple", "array", "tensors"],
+)  # fmt: skip
+def test_a_reward_counts_where_it_is_not_none(make):
+    first, second = make([None, 2.0, None, 3.0]), make([1.0, 4.0, None, None])
+    found = judge_texts(lambda **_: first, lambda **_: second, texts="1234", weights=[0.5, -2.0])
+    assert found == [-2.0, -7.0, None, 1.5]
+
+
+def test_a_reward_that_returns_nothing_is_named():
+    with pytest.raises(DataError, match=r"shape \(\) for 2 completions"):
+        judge_texts(lambda **_: None)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], 2.0, [1.0, float("nan")], [1.0, True], [1.0, None]])
+def test_reward_weights_that_do_not_fit_are_refused(weights):
+    with pytest.raises(OptionError, match="reward_weights"):
+        make_parts(rewards=[is_right, is_right], reward_weights=weights)
+    with pytest.raises(OptionError, match="reward_weights"):
+        make_parts(rewards=None, num_completions=1, reward_weights=weights)
+
+
+def test_completions_without_a_reward_are_not_trained(tmp_path):
+    """A group keeps the others; a prompt without any is not in the round, and a round without any is an error."""
+    seen = []
+
+    def some(*, prompts, completions, answer):
+        return [None if prompt[0] == "0" or n % 8 == 3 else float(n % 8) for n, prompt in enumerate(prompts)]
+
+    tuner, data = make_parts(rewards=some)
+    pack = data._pack
+
+    def note(documents):
+        seen.append(documents)
+        return pack(documents)
+
+    data._pack = note
+    with pytest.warns(UserWarning, match="returned None for some completions"):
+        train(tmp_path, tuner, data, max_steps=2)
+    # Four of the sixteen prompts begin with 0.
+    assert sum(map(len, seen)) == 12
+    for document in seen[0] + seen[1]:
+        assert document.scores == (0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0)
+        assert len(document.segment_lengths) == 8
+    tuner, data = make_parts(rewards=lambda completions, **_: [None] * len(completions))
+    with (
+        pytest.warns(UserWarning, match="returned None for some completions"),
+        pytest.raises(DataError, match="nothing to train"),
+    ):
+        train(tmp_path, tuner, data, max_steps=1)
+
+
+def test_a_rank_without_a_rollout_trains_as_many_packs_as_the_others(monkeypatch):
+    monkeypatch.setattr(rounds, "on_all_ranks", lambda make, error: [make(), np.ones_like(make()) * 3])
+    batches = rounds.pack_round(
+        [], np.zeros(0, dtype=np.int64), max_tokens=64, pad_to_max=False, shares_prompts=True, accumulate=2, seed=0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    assert len(batches) == 4
+    assert all(batch.context.completions.num_completions == 0 for batch in batches)
+
+
 def test_a_second_run_samples_rounds_of_its_own(tmp_path):
     """Rollouts that are left of a round, and prompts by another tokenizer, are not those of the second run."""
     seen = []
@@ -566,3 +640,5 @@ def test_a_resumed_run_says_that_it_samples_otherwise(tmp_path):
     run("a", callbacks=[SaveAtStep(8, saved)])
     with pytest.warns(UserWarning, match="num_completions was 8 and is 4"):
         run("b", ckpt_path=str(saved), num_completions=4)
+    with pytest.warns(UserWarning, match=r"sampling_options was \{\} and is \{'top_p': 0.5\}"):
+        run("c", ckpt_path=str(saved), sampling_options={"top_p": 0.5})

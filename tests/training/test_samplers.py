@@ -14,7 +14,7 @@ from lightning_fastft.core.errors import OptionError, UnsupportedModelError
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
-from lightning_fastft.training.samplers import VllmSampler
+from lightning_fastft.training.samplers import FunctionSampler, VllmSampler
 from tests.support.packs import assert_close
 from tests.support.training_parts import quiet_trainer
 from tests.support.tuners import make_tuner
@@ -47,6 +47,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
+        LLM.params.append(self)
         # As a signed 64-bit number with room for the numbers of the completions.
         assert self.seed is None or 0 <= self.seed < 2**63 - 2**32
         assert self.n >= 1
@@ -95,6 +96,7 @@ class LLM:
     """vllm.LLM: arguments of the engine that the sampler and the tests name."""
 
     latest = None
+    params = []
 
     def __init__(
         self, model, *, gpu_memory_utilization=0.9, enable_lora=False, max_lora_rank=16, max_model_len=None,
@@ -171,6 +173,59 @@ def test_every_completion_draws_from_a_seed_of_its_own():
     assert LLM.latest.seeds == first * 2
     sample(sampler, tuner, seed=11)
     assert set(LLM.latest.seeds[12:]).isdisjoint(first)
+
+
+def test_sampling_options_reach_vllm_by_their_names():
+    sampler, tuner = VllmSampler("base"), make_tuner(PolicyTuner, lora=LORA)
+    options = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    sample(sampler, tuner, **options)
+    found = LLM.params[-3:]
+    assert [{name: getattr(each, name) for name in options} for each in found] == [options] * 3
+    sample(sampler, tuner)
+    assert (LLM.params[-1].top_p, LLM.params[-1].top_k) == (1.0, 0)
+
+
+def test_the_function_of_a_function_sampler_gets_the_sampling_options():
+    seen = []
+
+    def generate(prompts, *, top_p=1.0, **options):
+        seen.append({"top_p": top_p, **options})
+        return [[1] for _ in prompts]
+
+    sample(FunctionSampler(generate), None, top_p=0.9, min_p=0.1)
+    sample(FunctionSampler(generate), None)
+    assert seen == [{"top_p": 0.9, "min_p": 0.1}, {"top_p": 1.0}]
+    with pytest.raises(OptionError, match=r"top_k, which the function of FunctionSampler <lambda> does not take"):
+        sample(FunctionSampler(lambda prompts: [[1] for _ in prompts]), None, top_k=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"top_p": 0.0}, r"'top_p'\] .* between 1e-06 and 1.0, got 0.0"),
+        ({"top_p": 1.5}, "'top_p'"),
+        ({"top_p": None}, r"'top_p'\] must be a number, got None"),
+        ({"top_k": -1}, r"'top_k'\] must be at least 0, got -1"),
+        ({"top_k": 2.0}, r"'top_k'\] must be a whole number"),
+        ({"min_p": 1.1}, "'min_p'"),
+        ({"repetition_penalty": 0}, "'repetition_penalty'"),
+        ({"repetition_penalty": float("nan")}, "'repetition_penalty'"),
+        ({"temperature": 0.5}, "has 'temperature'; it takes top_k, top_p, min_p, repetition_penalty"),
+        (["top_p"], "must be a dict"),
+    ],
+)
+def test_sampling_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(OptionError, match=said):
+        RolloutDataModule(SUMS, sampling_options=options)
+
+
+def test_a_sampler_that_does_not_take_an_option_is_refused():
+    def sampler(tuner, prompts, *, num_completions, max_new_tokens, temperature, seed, top_p=1.0):
+        return []
+
+    RolloutDataModule(SUMS, sampler=sampler, sampling_options={"top_p": 0.9})
+    with pytest.raises(OptionError, match=r"min_p, which the sampler sampler does not take"):
+        RolloutDataModule(SUMS, sampler=sampler, sampling_options={"top_p": 0.9, "min_p": 0.1})
 
 
 def test_completions_stop_where_trained_answers_end():

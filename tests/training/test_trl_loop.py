@@ -47,6 +47,17 @@ def score(*, completions, **columns):
     return [text.count("1") - text.count("2") + 0.1 * len(text) for text in texts]
 
 
+def only_twos(*, completions, **columns):
+    """Scores that do not apply to completions without a 2."""
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [2.0 * text.count("2") if "2" in text else None for text in texts]
+
+
+def all_but_the_first(*, completions, **columns):
+    found = score(completions=completions)
+    return [None if number % SIZE == 0 else value for number, value in enumerate(found)]
+
+
 def trained_weights(model):
     return {
         name: parameter.detach().clone()
@@ -101,17 +112,18 @@ class PlainHead:
 
 
 def run_ours(
-    folder, model, tokenizer, rows, *, groups, accumulate, one_by_one, temperature, mask_truncated=False, **options
-):
+    folder, model, tokenizer, rows, *, groups, accumulate, one_by_one, temperature, rewards=score, weights=None,
+    sampling=None, mask_truncated=False, **options,
+):  # fmt: skip
     tuner = PolicyTuner(
         model, tokenizer=tokenizer, dtype="float32", temperature=temperature, scheduler=get_constant_schedule,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=RATE), **options,
     )  # fmt: skip
     record = Record()
     data = RolloutDataModule(
-        rows, rewards=score, sampler=record.sample, num_completions=SIZE, prompts_per_round=groups,
-        max_new_tokens=LONGEST, temperature=temperature, max_tokens=40 if one_by_one else 512,
-        mask_truncated=mask_truncated,
+        rows, rewards=rewards, reward_weights=weights, sampler=record.sample, num_completions=SIZE,
+        prompts_per_round=groups, max_new_tokens=LONGEST, temperature=temperature, sampling_options=sampling,
+        max_tokens=40 if one_by_one else 512, mask_truncated=mask_truncated,
     )  # fmt: skip
     quiet_trainer(
         folder, max_steps=STEPS, strategy=FastFTStrategy(), accumulate_grad_batches=accumulate, callbacks=[record],
@@ -132,8 +144,9 @@ def in_our_order(record, *, one_by_one):
 
 
 def run_trls(
-    folder, monkeypatch, model, tokenizer, record, rows_of, *, groups, accumulate, one_by_one, temperature, **options
-):
+    folder, monkeypatch, model, tokenizer, record, rows_of, *, groups, accumulate, one_by_one, temperature,
+    rewards=score, weights=None, sampling=None, rate=RATE, **options,
+):  # fmt: skip
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer import grpo_trainer, utils
@@ -147,16 +160,16 @@ def run_trls(
         steps_per_generation=sizes[1], gradient_accumulation_steps=accumulate, num_generations=SIZE,
         max_completion_length=LONGEST, temperature=temperature, learning_rate=RATE, max_steps=STEPS,
         lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1, report_to=[],
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
-        **{"loss_type": "grpo", "use_bias_correction_kl": False, **options},
+        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, reward_weights=weights,
+        **{"loss_type": "grpo", "use_bias_correction_kl": False, **options, **(sampling or {})},
     )  # fmt: skip
     prompts = Dataset.from_list([rows_of(prompt) for groups in rounds for prompt, _ in groups])
     trainer = GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=score, args=config, train_dataset=prompts,
+        model=model, processing_class=tokenizer, reward_funcs=rewards, args=config, train_dataset=prompts,
         callbacks=[found],
     )  # fmt: skip
-    weights = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    trainer.optimizer = torch.optim.SGD(weights, lr=RATE)
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    trainer.optimizer = torch.optim.SGD(trained, lr=rate)
     own_turn, number = trainer._generate_single_turn, iter(range(len(rounds)))
 
     def generate(prompt_ids, images, fields, num_generations, *args):
@@ -220,6 +233,42 @@ OF_ROUNDS = ("train_reward", "train_length", "train_equal_reward_share", "train_
     ],
 )  # fmt: skip
 def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, groups, accumulate, one_by_one, is_chat):
+    common = {"groups": groups, "accumulate": accumulate, "one_by_one": one_by_one}
+    compare_runs(tmp_path, monkeypatch, ours, theirs, is_chat=is_chat, **common)
+
+
+@pytest.mark.covering
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "groups", "accumulate"),
+    [
+        ({"sampling": {"top_p": 0.8, "top_k": 8, "min_p": 0.02}}, 4, 1),
+        # TRL penalises the padding token in rows that are padded, so there is one prompt in a batch.
+        ({"sampling": {"repetition_penalty": 1.5}}, 1, 1),
+        ({"rewards": [score, only_twos], "weights": [1.0, -0.5]}, 4, 2),
+    ],
+    ids=["filters", "penalty", "rewards"],
+)
+def test_runs_with_sampling_options_and_weighted_rewards_are_trls(tmp_path, monkeypatch, options, groups, accumulate):
+    common = {"groups": groups, "accumulate": accumulate, "one_by_one": True, "is_chat": False}
+    record = compare_runs(tmp_path, monkeypatch, {}, {}, **common, **options)
+    plain = run_ours(
+        tmp_path, make_model(has_adapters=False), character_tokenizer(), [{"prompt": text} for text in TEXTS],
+        groups=groups, accumulate=accumulate, one_by_one=True, temperature=1.0,
+    )  # fmt: skip
+    assert any((one[name] != other[name]).any() for one, other in zip(record.weights, plain.weights) for name in one)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:All reward functions returned None")
+def test_completions_without_a_reward_are_left_out_where_trl_counts_them_in_the_mean(tmp_path, monkeypatch):
+    """TRL divides the loss by them too: here by 4 for 3 that have a reward, in every step."""
+    common = {"groups": 4, "accumulate": 1, "one_by_one": False, "is_chat": False}
+    theirs = {"rate": RATE * SIZE / (SIZE - 1)}
+    compare_runs(tmp_path, monkeypatch, {}, theirs, rewards=all_but_the_first, **common)
+
+
+def compare_runs(tmp_path, monkeypatch, ours, theirs, *, groups, accumulate, one_by_one, is_chat, **shared):
     tokenizer, temperature = character_tokenizer(), 0.8 if is_chat else 1.0
     model = make_model(has_adapters="kl_weight" in ours)
     if is_chat:
@@ -231,6 +280,7 @@ def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, groups, accumulate, 
         names = {**NAMES, "train_length": "completions/mean_terminated_length"}
     rows = [{"prompt": [{"role": "user", "content": text}] if is_chat else text} for text in TEXTS]
     common = {"groups": groups, "accumulate": accumulate, "one_by_one": one_by_one, "temperature": temperature}
+    common |= shared
     record = run_ours(tmp_path, copy.deepcopy(model), tokenizer, rows, **common, **ours)
 
     def row_of(prompt):
@@ -238,13 +288,14 @@ def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, groups, accumulate, 
         return rows[TEXTS.index(text[:-1] if is_chat else text)]
 
     found = run_trls(tmp_path, monkeypatch, model, tokenizer, record, row_of, **common, **theirs)
+    is_logged = accumulate == 1 and "rate" not in theirs
     assert len(record.weights) == len(found.weights) == STEPS
     for step, (one, other) in enumerate(zip(record.weights, found.weights)):
         assert one.keys() == other.keys()
         assert max(float((one[name] - other[name]).abs().max()) for name in one) < BOUND, step
     num_compared = 0
-    # TRL logs means over a window and over a round; ours are those of a micro-batch.
-    for step, (values, logs) in enumerate(zip(record.logged, found.logged) if accumulate == 1 else ()):
+    # TRL logs means over a window, over a round and over all completions; ours are those of a micro-batch.
+    for step, (values, logs) in enumerate(zip(record.logged, found.logged) if is_logged else ()):
         last = [ids[-1] for _, group in record.rounds[step // (groups if one_by_one else 1)][1] for ids in group]
         if "mask_truncated" in ours and tokenizer.eos_token_id not in last:
             # TRL logs 0 for means over no token.
@@ -262,6 +313,7 @@ def test_runs_are_trls(tmp_path, monkeypatch, ours, theirs, groups, accumulate, 
             # TRL rounds the loss to 6 digits.
             assert values[name] == pytest.approx(logs[names[name]] + padded.get(name, 0), rel=1e-4, abs=2e-6), name
         num_compared += 1
-    assert num_compared >= (0 if accumulate > 1 else 3 if "mask_truncated" in ours else STEPS)
+    assert num_compared >= (0 if not is_logged else 3 if "mask_truncated" in ours else STEPS)
     first, last = record.weights[0], record.weights[-1]
     assert max(float((last[name] - first[name]).abs().max()) for name in first) > 1e4 * BOUND
+    return record

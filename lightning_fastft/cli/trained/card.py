@@ -157,12 +157,15 @@ def _describe_data(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     rollouts = data.get("rollouts")
     if rollouts:
         share = rollouts["sampled_share"]
+        # Reports of older versions have none.
+        options = {"temperature": rollouts["temperature"], **rollouts.get("sampling_options", {})}
         yield "prompts", f"{_name_of(rollouts['source'])}: {rollouts['prompts']:,} prompts"
         yield (
             "sampled completions",
             (
-                f"{rollouts['num_completions']} per prompt of at most {rollouts['max_new_tokens']} tokens, temperature "
-                f"{rollouts['temperature']:g}{'' if share == 1 else f', for {share:g} of the prompts'}"
+                f"{rollouts['num_completions']} per prompt of at most {rollouts['max_new_tokens']} tokens, "
+                f"{', '.join(f'{name} {value:g}' for name, value in options.items())}"
+                f"{'' if share == 1 else f', for {share:g} of the prompts'}"
                 f"{'; not trained without an end' if rollouts.get('mask_truncated') else ''}"
             ),
         )

@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_fastft.core.errors import DataError, OptionError
 from lightning_fastft.packing.document import IGNORED_LABEL, Document
+from lightning_fastft.packing.reading.sources import open_sources
 from lightning_fastft.packing.rows.messages import check_messages
 from lightning_fastft.packing.rows.parsing import check_text, parse_row
 from lightning_fastft.packing.rows.rejects import MISSING_COLUMN, RowRejectedError
@@ -62,35 +63,37 @@ def make_rollout(
     return Document(input_ids, labels, segment_lengths=lengths, scores=tuple(scores), log_probs=log_probs)
 
 
-def make_rollouts(
-    tuner: Tuner,
-    prompts: Sequence[Sequence[int]],
-    groups: Sequence[Sequence[Sampled]],
-    scores: Sequence[Sequence[float]],
-    *,
-    masks_truncated: bool,
-) -> list[Document]:
-    """Return prompts with their sampled completions as documents; those without an end are not trained if masked.
-
-    Raises:
-        DataError: As ``make_rollout``.
-        OptionError: They are to be masked, and no token is known to end texts.
-    """
-    end_ids = find_end_ids(tuner) if masks_truncated else None
-    if end_ids == []:
-        raise OptionError(
-            "mask_truncated=True masks completions without an end, and neither the model nor the tokenizer has a token "
-            "that ends a text. Give the tokenizer an eos_token, or leave mask_truncated out."
-        )
-    return [make_rollout(*parts, end_ids=end_ids) for parts in zip(prompts, groups, scores)]
-
-
 def find_end_ids(tuner: Tuner) -> list[int]:
     """Return the ids of the tokens at which generation stops; empty if they are not known."""
     known = [*(tuner.stop_ids or ()), *([] if tuner.answer_end is None else [tuner.answer_end])]
     if known or tuner.tokenizer is None:
         return known
     return [] if tuner.tokenizer.eos_token_id is None else [tuner.tokenizer.eos_token_id]
+
+
+def require_end_ids(tuner: Tuner) -> list[int]:
+    """Return the ids of the tokens at which generation stops.
+
+    Raises:
+        OptionError: None is known.
+    """
+    end_ids = find_end_ids(tuner)
+    if not end_ids:
+        raise OptionError(
+            "mask_truncated=True masks completions without an end, and neither the model nor the tokenizer has a token "
+            "that ends a text. Give the tokenizer an eos_token, or leave mask_truncated out."
+        )
+    return end_ids
+
+
+def read_prompts(source: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of prompts and the place of each, for messages."""
+    rows, places = [], []
+    for opened in open_sources(source):
+        for raw in opened.read(None):
+            places.append(f"{opened.name}, {opened.counts} {raw.line}")
+            rows.append(read_prompt(raw.raw, place=places[-1]))
+    return rows, places
 
 
 def read_prompt(raw: Any, *, place: str) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_fastft.checkpoint.ranks import on_all_ranks
-from lightning_fastft.core.errors import FastFTError, OptionError, ResumeError
+from lightning_fastft.core.errors import DataError, FastFTError, OptionError, ResumeError
 from lightning_fastft.packing.collate import PackedBatch, collate
 from lightning_fastft.packing.completions import Completions
 from lightning_fastft.packing.document import IGNORED_LABEL, Document, split_document
 from lightning_fastft.packing.loader import EMPTY_PACK_TOKENS
 from lightning_fastft.packing.needs import LossUnit
-from lightning_fastft.packing.packs import pack_best_fit_decreasing, split_to_multiple
+from lightning_fastft.packing.packs import Packs, pack_best_fit_decreasing, split_to_multiple
 from lightning_fastft.packing.step_plan import mix_bits
 from lightning_fastft.training.data.position import BY_CONTENT, SIZES, compare_plans
 
@@ -60,12 +60,26 @@ def pack_round(
     seed: int,
     device: torch.device,
 ) -> list[PackedBatch]:
-    """Return the packs of a round on the device: equally many on every rank, in whole accumulation windows."""
+    """Return the packs of a round on the device: equally many on every rank, in whole accumulation windows.
+
+    Raises:
+        DataError: There is no rollout on any rank.
+    """
+    if not _gather(len(documents)).any():
+        raise DataError(
+            "All reward functions returned None for all completions of a round, so there is nothing to train. Return a "
+            "number for at least some."
+        )
     parts_N = [split_document(document, shares_prompt=shares_prompts) for document in documents]
     length_N = np.array([sum(len(part.input_ids) for part in parts) for parts in parts_N], dtype=np.int64)
-    packs = pack_best_fit_decreasing(length_N, max_tokens=max_tokens)
-    num_packs = -(-int(_gather(len(packs)).max()) // accumulate) * accumulate
-    packs = split_to_multiple(packs, length_N, multiple=num_packs)
+    own = pack_best_fit_decreasing(length_N, max_tokens=max_tokens) if documents else None
+    num_packs = -(-int(_gather(0 if own is None else len(own)).max()) // accumulate) * accumulate
+    if own is None:
+        # Rewards judged no completion of this rank.
+        none_N, start_P1 = np.zeros(0, dtype=np.int64), np.zeros(num_packs + 1, dtype=np.int64)
+        packs = Packs(document_N=none_N, start_P1=start_P1, max_tokens=max_tokens)
+    else:
+        packs = split_to_multiple(own, length_N, multiple=num_packs)
     # Best fit puts the longest rollouts first; the shuffle spreads them over the windows.
     order = np.argsort(mix_bits(np.arange(num_packs, dtype=np.uint64), seed=seed, stream=0), kind="stable")
     # Loggers read the last micro-batch of a window: the empty packs of each come first.
@@ -95,6 +109,35 @@ def weigh_rollouts(documents: Sequence[Document], *, unit: LossUnit) -> np.ndarr
     if unit == "token":
         return np.array([int((document.labels != IGNORED_LABEL).sum()) for document in documents], dtype=np.int64)
     return np.array([len(document.scores) for document in documents], dtype=np.int64)
+
+
+def check_room(
+    longest: int, *, num_completions: int, max_new_tokens: int, max_tokens: int, shares_prompts: bool
+) -> None:
+    """Refuse a longest prompt whose group does not fit a pack.
+
+    Raises:
+        OptionError: It does not.
+    """
+    num_prompt = longest - 1 + num_completions if shares_prompts else longest * num_completions
+    if num_prompt + num_completions * max_new_tokens > max_tokens:
+        raise OptionError(
+            f"A prompt of {longest} tokens with {num_completions} completions of {max_new_tokens} does not fit "
+            f"max_tokens={max_tokens}. Raise max_tokens, or lower one of the others."
+        )
+
+
+def check_prompts_per_round(prompts_per_round: int, *, num_prompts: int, world_size: int) -> None:
+    """Refuse rounds that ranks cannot share evenly, or of more prompts than there are.
+
+    Raises:
+        OptionError: They are.
+    """
+    if prompts_per_round % world_size or prompts_per_round > num_prompts:
+        raise OptionError(
+            f"prompts_per_round={prompts_per_round} must be a multiple of the {world_size} ranks and at most the "
+            f"{num_prompts} prompts."
+        )
 
 
 def digest_prompts(prompts: Sequence[Sequence[int]], given: Sequence[Document]) -> dict[str, str]:
@@ -146,6 +189,22 @@ def _compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
 def _gather(value: Any) -> np.ndarray:
     """Return the values of all ranks, stacked."""
     return np.stack(on_all_ranks(lambda: np.asarray(value), error=FastFTError))
+
+
+def find_tuner(module: Any) -> PolicyTuner | DistillationTuner:
+    """Return the module of a run as the tuner that rollouts are sampled for.
+
+    Raises:
+        OptionError: It is none.
+    """
+    from lightning_fastft.training.distillation import DistillationTuner
+    from lightning_fastft.training.policy import PolicyTuner
+
+    if not isinstance(module, (PolicyTuner, DistillationTuner)):
+        raise OptionError(
+            f"RolloutDataModule samples for a PolicyTuner or a DistillationTuner, got {type(module).__name__}."
+        )
+    return module
 
 
 def check_rollout_tuner(tuner: PolicyTuner | DistillationTuner, *, has_rewards: bool, temperature: float) -> None:
