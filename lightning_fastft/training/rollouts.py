@@ -69,9 +69,7 @@ if TYPE_CHECKING:
 
 # Samplers keep this import path.
 __all__ = ["FunctionSampler", "RolloutDataModule", "Sampled", "VllmSampler", "sample_with_model"]
-
-
-# Settings of the sampling that a checkpoint keeps.
+# Settings of the sampling in checkpoints.
 _SETTINGS = (
     "num_completions", "max_new_tokens", "temperature", "sampling_options", "sampled_share", "mask_truncated",
 )  # fmt: skip

@@ -222,10 +222,12 @@ OPTIONS = {
     "RolloutDataModule": {
         "prompts": lambda value: value is not None and rows(value),
         "rewards": either(nothing, called),
+        "reward_weights": either(nothing, lambda value: isinstance(value, (list, tuple)) and not value),
         "sampler": called,
         "sampled_share": share,
         **dict.fromkeys(("num_completions", "prompts_per_round", "max_new_tokens"), whole(1)),
         "temperature": number(1e-3, 1e3),
+        "sampling_options": either(nothing, lambda value: value == {}),
         "max_tokens": whole(2),
         "chat_template_kwargs": either(nothing, lambda value: isinstance(value, dict)),
         "pad_to_max": flag,
