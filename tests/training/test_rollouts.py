@@ -642,3 +642,5 @@ def test_a_resumed_run_says_that_it_samples_otherwise(tmp_path):
         run("b", ckpt_path=str(saved), num_completions=4)
     with pytest.warns(UserWarning, match=r"sampling_options was \{\} and is \{'top_p': 0.5\}"):
         run("c", ckpt_path=str(saved), sampling_options={"top_p": 0.5})
+    with pytest.warns(UserWarning, match="mask_truncated was False and is True"):
+        run("d", ckpt_path=str(saved), mask_truncated=True)
