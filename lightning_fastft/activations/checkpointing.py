@@ -256,14 +256,13 @@ class OffloadCheckpointing:
 
         Call it before the model is built, and again once it is placed: with weights="stream", and a model on the device
         that is larger than the budget, the cap begins when its weights are on the host. There is no cap without a
-        budget, and if the device has no more memory than that. Under policy "auto" the allocator gets expandable
-        segments in any case, because the plan uses most of the device and packs of many lengths fragment the rest.
-        No-op without CUDA.
+        budget, and if the device has no more memory than that. The allocator gets expandable segments in any case,
+        under every policy. No-op without CUDA.
 
         Raises:
             OptionError: The process has reserved more already.
         """
-        if device.type != "cuda" or self.policy != "auto":
+        if device.type != "cuda":
             return
         if not self._has_segments:
             patcher.set_attribute(self, "_has_segments", True)

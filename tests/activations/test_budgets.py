@@ -107,20 +107,19 @@ def test_a_policy_caps_at_its_budget_says_so_and_raises_it_after_a_failure(calls
     assert checkpointing.advice() == "OffloadCheckpointing('auto', vram_budget=6.3)"
 
 
-@pytest.mark.parametrize("options", [{}, {"vram_budget": 80}])
-def test_a_plan_for_the_whole_gpu_expands_segments_without_a_cap(calls, options):
-    checkpointing, patcher = OffloadCheckpointing("auto", **options), ModelPatcher()
+@pytest.mark.parametrize(
+    ("policy", "options"), [("auto", {}), ("auto", {"vram_budget": 80}), ("keep", {}), ("recompute", {})]
+)
+def test_a_run_without_a_lower_budget_expands_segments_without_a_cap(calls, policy, options):
+    checkpointing, patcher = OffloadCheckpointing(policy, **options), ModelPatcher()
     checkpointing.cap(DEVICE, patcher)
     checkpointing.cap(DEVICE, patcher)
     patcher.undo()
     assert calls == ["expandable_segments:True", "expandable_segments:False"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "options", "device"), [("auto", {"vram_budget": 8}, torch.device("cpu")), ("recompute", {}, DEVICE)]
-)
-def test_the_allocator_stays_without_a_plan_and_without_a_gpu(calls, policy, options, device):
-    OffloadCheckpointing(policy, **options).cap(device, ModelPatcher())
+def test_the_allocator_stays_without_a_gpu(calls):
+    OffloadCheckpointing("auto", vram_budget=8).cap(torch.device("cpu"), ModelPatcher())
     assert not calls
 
 
