@@ -257,11 +257,11 @@ def _start(model: Any) -> None:
 
 def _run_ours(options: argparse.Namespace, *, mode: str) -> dict[str, Any]:
     import torch
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback
 
     import lightning_fastft
     from benchmarks.ruler.plans import parse_mode
-    from lightning_fastft import FastFTStrategy, FineTuner, PackedDataModule
+    from lightning_fastft import FineTuner, PackedDataModule
 
     is_cuda, workload, folder = options.device == "cuda", WORKLOADS[options.workload], _folder(options)
     plan = parse_mode(mode)
@@ -288,16 +288,10 @@ def _run_ours(options: argparse.Namespace, *, mode: str) -> dict[str, Any]:
             num_tokens.append(batch.context.num_real_tokens)
             trainer.should_stop = clock.step_done(batch.context.num_documents) or trainer.should_stop
 
-    def make_trainer(**more: Any) -> Any:
-        return Trainer(
-            accelerator="gpu" if is_cuda else "cpu", devices=1, strategy=FastFTStrategy(activations=plan.checkpointing),
-            callbacks=[Measure(), *plan.callbacks(is_cuda=is_cuda)], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, num_sanity_val_steps=0, **more,
-        )  # fmt: skip
-
     first = PackedDataModule(None, val_paths=str(folder / "first.jsonl"), **data)
-    checked = make_trainer().validate(tuner, first, verbose=False)[0]["val_loss"]
-    make_trainer(max_steps=clock.num_total).fit(tuner, PackedDataModule(str(folder / "train.jsonl"), **data))
+    checked = plan.make_trainer(Measure(), is_cuda=is_cuda).validate(tuner, first, verbose=False)[0]["val_loss"]
+    train = PackedDataModule(str(folder / "train.jsonl"), **data)
+    plan.make_trainer(Measure(), is_cuda=is_cuda, max_steps=clock.num_total).fit(tuner, train)
     torch.cuda.empty_cache() if is_cuda else None
     return _record(clock, num_tokens, check=checked, version=lightning_fastft.__version__)
 

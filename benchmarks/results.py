@@ -46,7 +46,7 @@ def append_rows(rows: Sequence[Mapping[str, Any]], *, path: Path = RESULTS_PATH)
             raise ValueError(f"Unknown columns {sorted(unknown)}; results.csv has {', '.join(COLUMNS)}.")
     is_new = not path.exists() or path.stat().st_size == 0
     if not is_new:
-        _check_header(path)
+        check_header(path, COLUMNS)
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=COLUMNS, restval="")
         if is_new:
@@ -57,18 +57,23 @@ def append_rows(rows: Sequence[Mapping[str, Any]], *, path: Path = RESULTS_PATH)
 
 def merge(source: Path, *, path: Path = RESULTS_PATH) -> int:
     """Append every row of another results file and return their number."""
-    _check_header(source)
+    check_header(source, COLUMNS)
     with source.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     append_rows(rows, path=path)
     return len(rows)
 
 
-def _check_header(path: Path) -> None:
+def check_header(path: Path, columns: Sequence[str]) -> None:
+    """Raise if a table does not start with the names of these columns.
+
+    Raises:
+        ValueError: It does not.
+    """
     with path.open(newline="", encoding="utf-8") as file:
-        header = tuple(next(csv.reader(file), ()))
-    if header != COLUMNS:
-        raise ValueError(f"{path} has the columns {', '.join(header)}; expected {', '.join(COLUMNS)}.")
+        header = next(csv.reader(file), [])
+    if header != list(columns):
+        raise ValueError(f"{path} has the columns {', '.join(header)}; expected {', '.join(columns)}.")
 
 
 def _text(value: object) -> object:

@@ -21,6 +21,7 @@ then 20. Ours also counts host syncs in the last warm-up step, by torch's debug 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -294,11 +295,10 @@ class StepClock:
 
 def _run_ours(options: argparse.Namespace, *, files: Any, system: str, mode: str) -> dict[str, Any]:
     import torch
-    from lightning.pytorch import Trainer
 
     import lightning_fastft
     from benchmarks.ruler.plans import parse_mode
-    from lightning_fastft import FastFTStrategy, PackedDataModule
+    from lightning_fastft import PackedDataModule
 
     is_cuda, workload = options.device == "cuda", files.workload
     plan = parse_mode(mode.replace("+copies", ""))
@@ -313,14 +313,7 @@ def _run_ours(options: argparse.Namespace, *, files: Any, system: str, mode: str
     }
     tuner = _make_tuner(options, files=files, system=system, is_cuda=is_cuda)
     clock = StepClock(num_steps=options.steps, is_cuda=is_cuda)
-
-    def make_trainer(callback: Any, **more: Any) -> Any:
-        return Trainer(
-            accelerator="gpu" if is_cuda else "cpu", devices=1, strategy=FastFTStrategy(activations=plan.checkpointing),
-            callbacks=[callback, *plan.callbacks(is_cuda=is_cuda)], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, num_sanity_val_steps=0, **more,
-        )  # fmt: skip
-
+    make_trainer = functools.partial(plan.make_trainer, is_cuda=is_cuda)
     start = files.read_trained()
     if options.task == "grpo":
         # On policy the loss does not depend on the model, so the gradient of one step is compared.

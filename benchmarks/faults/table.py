@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.results import check_header
+
 COLUMNS = ("date", "fault", "stack", "trials", "bad", "how", "seconds", "versions", "command")
 ROWS_PATH = Path(__file__).parents[1] / "faults.csv"
 STACKS = ("default", "ours")
@@ -58,7 +60,7 @@ def append_rows(rows: Sequence[Mapping[str, str]], *, path: Path = ROWS_PATH) ->
         ValueError: The file has other columns, or a row has.
     """
     if path.exists() and path.stat().st_size:
-        _check_columns(path)
+        check_header(path, COLUMNS)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
@@ -68,7 +70,7 @@ def append_rows(rows: Sequence[Mapping[str, str]], *, path: Path = ROWS_PATH) ->
 
 def read_rows(path: Path = ROWS_PATH) -> list[dict[str, str]]:
     """Return the rows of a file, in their order."""
-    _check_columns(path)
+    check_header(path, COLUMNS)
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -100,10 +102,3 @@ def _share(row: Mapping[str, str] | None, *, has_how: bool = False) -> str:
     if row is None:
         return "not run"
     return f"{row['bad']} of {row['trials']}" + (f": {row['how']}" if has_how and row["how"] else "")
-
-
-def _check_columns(path: Path) -> None:
-    with path.open(newline="", encoding="utf-8") as file:
-        header = tuple(next(csv.reader(file), ()))
-    if header != COLUMNS:
-        raise ValueError(f"{path} has the columns {', '.join(header)}; expected {', '.join(COLUMNS)}.")

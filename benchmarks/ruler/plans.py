@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from benchmarks.ruler import judge as judging
 from lightning_fastft.activations.checkpointing import OffloadCheckpointing
@@ -17,6 +18,7 @@ from lightning_fastft.activations.stack import SegmentStack
 from lightning_fastft.callbacks.fused_kernels import FusedKernels
 from lightning_fastft.graphs.layer_graphs import GRAPH_ATTRIBUTE
 from lightning_fastft.packing.collate import PackedBatch
+from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.fine_tuner import FineTuner
 from tests.support.engine_use import describe_use
 
@@ -62,6 +64,17 @@ class Mode(NamedTuple):
         """Return the callbacks that the Trainer is given beside the router; without a GPU fp8 is emulated."""
         base = ("fp8" if is_cuda else "fp8_reference") if self.wants_fp8 else "model_dtype"
         return [FusedKernels(cuda_graphs=self.wants_graphs, base_compute=base)] if self.wants_fused else []
+
+    def make_trainer(self, callback: Callback, *, is_cuda: bool, **options: Any) -> Trainer:
+        """Return a Trainer on one device that writes nothing, clips gradients at 1, and calls a callback of one's own
+        first.
+        """
+        return Trainer(
+            accelerator="gpu" if is_cuda else "cpu", devices=1, strategy=FastFTStrategy(activations=self.checkpointing),
+            callbacks=[callback, *self.callbacks(is_cuda=is_cuda)], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, num_sanity_val_steps=0,
+            **options,
+        )  # fmt: skip
 
 
 def parse_mode(mode: str) -> Mode:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fastft.core.async_reader import AsyncScalarReader
 from lightning_fastft.core.errors import NotTrainingError, list_names
-from lightning_fastft.kernels.adamw_step.rows import local_values
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.training.optimizer import FusedAdamW
 
 # A run that ends early is checked if it has at least this many steps: LoRA's A gets its first gradient in the second

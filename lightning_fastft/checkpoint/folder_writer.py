@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_fastft.checkpoint.folders import begin_folder, save_folder, take_pieces, write_folder
 from lightning_fastft.checkpoint.ranks import on_all_ranks
 from lightning_fastft.core.errors import CheckpointNotSavedError
+from lightning_fastft.core.shards import local_values
 
 
 class FolderWriter:
@@ -114,7 +115,7 @@ class FolderWriter:
         if self._is_staged:
             return True
         states = [checkpoint["state_dict"], checkpoint.get("optimizer_states", [])]
-        num_bytes = sum(_local(leaf).nbytes for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor))
+        num_bytes = sum(local_values(leaf).nbytes for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor))
         found = on_all_ranks(lambda: (num_bytes, host_bytes), error=CheckpointNotSavedError)
         short = [rank for rank, (needed, room) in enumerate(found) if needed > room]
         if short:
@@ -124,11 +125,6 @@ class FolderWriter:
                 f"memory on rank {short[0]}, which has {room:.1f} GiB for it. async_save=False silences this."
             )
         return not short
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
 
 
 def _use_device(device: torch.device) -> None:

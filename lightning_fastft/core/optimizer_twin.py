@@ -11,6 +11,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_fastft.core.shards import local_values
+
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Optimizers whose step changes nothing but parameters and state, by the start of their module.
 _KNOWN_MODULES = ("torch.optim.", "bitsandbytes.optim.", "lightning_fastft.")
@@ -176,8 +178,7 @@ def _twins_of(parameters: list[torch.Tensor], *, shares_twins: bool) -> list[tor
     forms: dict[Any, torch.Tensor] = {}
     found = []
     for parameter in parameters:
-        # The local shard of a sharded parameter.
-        local: torch.Tensor = getattr(parameter, "to_local", lambda own=parameter: own)()
+        local = local_values(parameter)
         form: Any = (local.shape, local.dtype) if shares_twins else parameter
         if shares_twins and form in forms:
             # The first twin also gets what the optimizer makes once for all, so the others share a second one.

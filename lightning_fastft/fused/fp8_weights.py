@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fastft.activations.host_parameter import is_plain
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.fused.fp8_obstacles import adapter_obstacle, product_obstacle, shard_obstacle
 from lightning_fastft.fused.linear_parts import LinearPart
-from lightning_fastft.hf.sharding.stand_ins import local_rows
 from lightning_fastft.kernels.expert_gate.op import gate_backward_quantised
 from lightning_fastft.kernels.expert_gate.reference import GateForm
 from lightning_fastft.kernels.fp8_linear.op import (
@@ -117,7 +117,7 @@ class Fp8Weight:
         values, scales = {}, []
         for base in bases:
             weight = base.weight
-            rows_OI, num_full = local_rows(weight), -(-len(weight) // weight.device_mesh.size(-1))
+            rows_OI, num_full = local_values(weight), -(-len(weight) // weight.device_mesh.size(-1))
             values_OI = torch.zeros(num_full, weight.shape[1], dtype=torch.uint8, device=rows_OI.device).view(FP8)
             rows = quantise_rows(
                 rows_OI,

@@ -173,6 +173,7 @@ def _read_stack(
     is_transposed = bool(getattr(module, "is_transposed", True))
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
     if find_axis(module) is not None or not is_gathered:
+        # Through autograd, unlike local_values: owned experts can be trained.
         weight = weight.to_local() if isinstance(weight, DTensor) else weight
         bias = bias.to_local() if isinstance(bias, DTensor) else bias
     if isinstance(weight, DTensor):

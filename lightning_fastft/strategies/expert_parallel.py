@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_fastft.checkpoint.ranks import RankVote
 from lightning_fastft.core.checks import check_int
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.strategies.context_parallel import MOST_DEVICES, ContextParallelMixin, refuse_cuda_graphs
 from lightning_fastft.strategies.packed_steps import find_packed_batches
 from lightning_fastft.strategies.patching import callbacks_of, patcher_of
@@ -108,7 +109,7 @@ class ExpertParallelMixin(ContextParallelMixin):
         for module in self.lightning_module.modules():
             for parameter in module.parameters(recurse=False) if is_on_interface(module) else ():
                 if parameter.grad is not None:
-                    grad = parameter.grad.to_local()  # type: ignore[attr-defined]
+                    grad = local_values(parameter.grad)
                     dist.all_reduce(grad, group=group)
                     grad.div_(self.sharding_mesh.size(0))
 

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_fastft.activations.budgets import available_host_bytes
+from lightning_fastft.core.shards import local_values
 
 # The rest stays free for the process itself and for others.
 _USABLE_SHARE = 0.9
@@ -58,10 +59,9 @@ def moving_within_memory(module: nn.Module | None, *, num_local_ranks: int) -> I
 
 def _device_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors that are not in host memory; of a sharded tensor those of its shard."""
-    shards = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(
         # NF4 numel() is the logical size; use held_bytes for memory.
         getattr(shard, "held_bytes", shard.numel() * shard.element_size())
-        for shard in shards
+        for shard in map(local_values, tensors)
         if shard.device.type != "cpu"
     )

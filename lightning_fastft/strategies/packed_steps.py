@@ -20,6 +20,7 @@ from lightning_fastft.core.checks import check_choice
 from lightning_fastft.core.errors import ContextError, OptionError
 from lightning_fastft.core.optimizer_twin import is_known, measure_state
 from lightning_fastft.core.run_environment import RunEnvironment
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.core.status import Status
 from lightning_fastft.kernels.attention.op import BACKENDS
 from lightning_fastft.packing.collate import PackedBatch
@@ -255,14 +256,8 @@ def _missing_bytes(optimizer: Optimizer) -> int:
     elif is_known(optimizer) and (state := measure_state(optimizer)) is not None:
         sizes = [each.device for each in state]
     else:
-        sizes = [2 * _local_bytes(parameter) for parameter in parameters]
+        sizes = [2 * local_values(parameter).nbytes for parameter in parameters]
     return sum(size for size, parameter in zip(sizes, parameters) if not optimizer.state.get(parameter))
-
-
-def _local_bytes(parameter: torch.Tensor) -> int:
-    """Return the size of a parameter, or of the local shard of a sharded one."""
-    local: torch.Tensor = getattr(parameter, "to_local", lambda: parameter)()
-    return local.nbytes
 
 
 def _unread_message(module: nn.Module, *, where: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_fastft.kernels.adamw_step.reference import SkipFlag
+from lightning_fastft.kernels.cross_entropy import op as cross_entropy
 from lightning_fastft.kernels.delta_inputs.reference import DeltaForm, DeltaInputs, DeltaParameters
 from lightning_fastft.kernels.divergence.reference import KINDS, DivergenceForm
 from lightning_fastft.kernels.expert_gate.reference import ACTIVATIONS, GateForm
@@ -20,6 +21,8 @@ from lightning_fastft.kernels.fp8_linear.reference import FP8
 from lightning_fastft.kernels.grouped_mm.reference import Fp8Scales, GatheredRows, RowAddend
 from lightning_fastft.kernels.head_columns import HeadColumns
 from lightning_fastft.kernels.head_gate.reference import HeadGateForm
+from lightning_fastft.kernels.launch import LaunchRecorder
+from lightning_fastft.kernels.logit_rows import Head
 from lightning_fastft.kernels.nf4_experts.reference import NF4Stack
 from lightning_fastft.kernels.nf4_linear.reference import NF4Weight
 from lightning_fastft.kernels.qk_rope.reference import Heads, Rope, RopeForm
@@ -145,33 +148,49 @@ def test_chunk_gradients(capability, dtype):
     compile_launches(module, capability, lambda: chunk_cases.run(module.chunk_gradients, inputs, offsets))
 
 
-@GPUS
-@pytest.mark.parametrize("num_columns", [152_063, 152_064])
+# With a gradient, the number of correct rows, or entropy.
+LOSSES = [(True, False, False), (False, False, False), (False, True, False), (True, False, True), (False, False, True)]
+
+
+def test_losses_are_those_that_operations_launch():
+    head = Head(torch.empty(64, 16, dtype=BF16, device="meta"), torch.empty(4096, 16, dtype=BF16, device="meta"))
+    trained = head._replace(hidden_TD=head.hidden_TD.detach().requires_grad_())
+    rows = {"row_R": None, "target_R": torch.empty(64, dtype=torch.int64, device="meta"), "num_rows": 64}
+    with LaunchRecorder() as recorder:
+        cross_entropy.token_statistics(head, **rows)
+        for given in (head, trained):
+            cross_entropy.labelled_cross_entropy(given, **rows, num_items=1.0)
+            cross_entropy.labelled_log_probs(given, **rows)
+            cross_entropy.labelled_log_probs(given, **rows, with_entropy=True)
+    names = ("WRITE_GRADIENT", "COUNT_CORRECT", "WITH_ENTROPY")
+    assert {tuple(launch.options[name] for name in names) for launch in recorder.launches.values()} == set(LOSSES)
+
+
+# Logits of float32 take the reference.
 @pytest.mark.parametrize(
-    ("softcap", "gradient_factor", "count_correct", "with_entropy"),
-    [(30.0, 1.0, True, True), (None, 1.0, False, False), (None, 1.0, False, True), (30.0, None, True, False)],
+    ("capability", "dtype"),
+    [
+        *[(80, FP16), (86, BF16), (89, FP16), (90, BF16), (100, BF16), (120, BF16)],
+        pytest.param(87, BF16, marks=pytest.mark.fault),
+    ],
 )
-def test_cross_entropy(capability, dtype, num_columns, softcap, gradient_factor, count_correct, with_entropy):
+@pytest.mark.parametrize("num_columns", [152_063, 152_064])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize(("has_gradient", "count_correct", "with_entropy"), LOSSES)
+def test_cross_entropy(capability, dtype, num_columns, softcap, has_gradient, count_correct, with_entropy):
     module = module_of("cross_entropy")
     logits, target = torch.empty(2, num_columns, dtype=dtype), torch.empty(2, dtype=torch.int64)
-    options = {"softcap": softcap, "gradient_factor": gradient_factor, "count_correct": count_correct}
+    options = {"softcap": softcap, "gradient_factor": 1.0 if has_gradient else None, "count_correct": count_correct}
     options |= {"scale": 0.5, "with_entropy": with_entropy}
     with mock.patch.object(module, "capability_of", return_value=divmod(capability, 10)):
         (kernel,) = compile_launches(module, capability, lambda: module.row_losses(logits, target, **options))
-    num_spilled = stack_bytes(kernel)
     # Aligned columns that meet in a lane are read, read again and written in words of 16 bytes.
     num_wide = len(re.findall(r"(?:ld|st)\.global\S*\.v4\.b32", kernel.asm["ptx"]))
-    if dtype is BF16:
-        num_passes = 1 if gradient_factor is None else 3
-        assert num_wide == (module.MAX_DEPTH * num_passes if num_columns % 16 == 0 else 0)
-    if num_spilled and (capability, num_columns, softcap, gradient_factor, with_entropy) == (
-        90,
-        152_064,
-        None,
-        1.0,
-        True,
-    ):
-        skip_before_triton((3, 7), f"a thread spills {num_spilled} bytes")
+    num_passes = 3 if has_gradient else 1
+    assert num_wide == (module.MAX_DEPTH * num_passes if num_columns % 16 == 0 else 0)
+    num_spilled = stack_bytes(kernel)
+    if num_spilled and softcap is not None:
+        skip_before_triton((3, 9), f"a thread spills {num_spilled} bytes")
     assert num_spilled == 0, "more registers than a thread has"
 
 

@@ -17,20 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.core.patcher import ModelPatcher
+from lightning_fastft.core.shards import local_values
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-
-
-def local_rows(weight: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a sharded weight (DTensor) that this rank holds, without autograd."""
-    rows: torch.Tensor = weight._local_tensor  # type: ignore[attr-defined]
-    return rows
 
 
 def num_local_bytes(module: nn.Module) -> int:
     """Return the size of this rank's shard of the weight of a module."""
     weight = module._parameters["weight"]
-    return 0 if weight is None else local_rows(weight).nbytes
+    return 0 if weight is None else local_values(weight).nbytes
 
 
 def gather_instead(
@@ -60,7 +55,7 @@ def gather_instead(
     for record, values_OI in zip(records, values.values()):
         # It may replace the local tensor by a padded one.
         record.reset_sharded_param()
-        rows_OI = local_rows(record.sharded_param)
+        rows_OI = local_values(record.sharded_param)
         stand_in = _StandIn(record.sharded_param, values_OI)
         patcher.set_attribute(rows_OI, _PRE, stand_in.before_gather)
         patcher.set_attribute(rows_OI, _POST, stand_in.after_gather)
@@ -100,7 +95,7 @@ def _groups_of(unit: FSDPModule) -> list[Any]:
 
 
 def _gathered_bytes(weight: torch.Tensor, compute_dtype: torch.dtype | None) -> int:
-    stand_in = getattr(getattr(local_rows(weight), _PRE, None), "__self__", None)
+    stand_in = getattr(getattr(local_values(weight), _PRE, None), "__self__", None)
     dtype = stand_in.values_OI.dtype if isinstance(stand_in, _StandIn) else compute_dtype or weight.dtype
     return weight.numel() * dtype.itemsize
 
@@ -111,7 +106,7 @@ class _StandIn:
     def __init__(self, weight: torch.Tensor, values_OI: torch.Tensor) -> None:
         self.values_OI = values_OI
         # Operators on a DTensor raise its own version, those on its shard the other one.
-        self._watched = (weight, local_rows(weight))
+        self._watched = (weight, local_values(weight))
         self._versions = [each._version for each in self._watched]
 
     def before_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, None]:
@@ -134,13 +129,13 @@ def _park(module: nn.Module, patcher: ModelPatcher) -> None:
     assert weight is not None
     with torch.no_grad():
         parked = nn.Parameter(weight.detach().to("cpu", copy=True), requires_grad=False)
-    storage = local_rows(weight).untyped_storage()
+    storage = local_values(weight).untyped_storage()
     num_bytes = storage.nbytes()
 
     def restore() -> None:
         storage.resize_(num_bytes)
         with torch.no_grad():
-            local_rows(weight).copy_(local_rows(parked))
+            local_values(weight).copy_(local_values(parked))
         module._parameters["weight"] = weight
 
     patcher.add_undo(restore)

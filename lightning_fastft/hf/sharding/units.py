@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError, list_names
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.core.status import Status
 from lightning_fastft.hf.expert_nf4_tensor import ExpertsNF4
 from lightning_fastft.hf.families import decoder_layers, find_causal_models, is_on_interface
@@ -118,7 +119,7 @@ def shard_model(
 
 def _is_undrawn(parameter: nn.Parameter) -> bool:
     """Return whether a tensor of a random model still holds the NaN that it was allocated with; one host sync."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_values(parameter)
     return local.is_floating_point() and bool(local.isnan().any())
 
 

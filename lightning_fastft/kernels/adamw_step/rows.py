@@ -10,6 +10,7 @@ import torch
 
 from lightning_fastft.core.checks import check_tensor
 from lightning_fastft.core.errors import ShapeError
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.kernels.adamw_step import codes
 from lightning_fastft.kernels.adamw_step.rounding import NUM_HALVES
 
@@ -54,15 +55,6 @@ class TableRow(NamedTuple):
     def written(self) -> list[torch.Tensor]:
         """Return the tensors that a step writes."""
         return [tensor for tensor in self.places() if tensor is not None]
-
-
-def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the shard of a DTensor that this rank holds, the same object at each call; other tensors as they are."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor
-    # ``to_local`` makes a new view at each call.
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 def check_rows(rows: Sequence[TableRow]) -> None:

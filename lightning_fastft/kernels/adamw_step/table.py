@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from lightning_fastft.core.errors import OptionError
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.kernels.adamw_step import codes
-from lightning_fastft.kernels.adamw_step.rows import TableRow, check_gradient, check_rows, local_values
+from lightning_fastft.kernels.adamw_step.rows import TableRow, check_gradient, check_rows
 
 # 4096 elements on 8 warps: 16 of each matrix per thread, all in flight at once; a multiple of the blocks of 8-bit
 # moments. Not yet measured; candidates: python -m benchmarks.row_kernels --only adamw_step --tiles.

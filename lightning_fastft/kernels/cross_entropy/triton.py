@@ -25,7 +25,7 @@ MAX_DEPTH = 2
 NUM_WARPS = 8
 # Compute capabilities for which ptxas limits a thread to 64 registers with 8 warps. Evaluation of soft-capped logits
 # that are read one by one needs more there; with 16 warps a thread has half as many columns. Not measured on a device.
-FEW_REGISTERS = {(8, 6), (8, 9)}
+FEW_REGISTERS = {(8, 6), (8, 7), (8, 9)}
 MANY_WARPS = 16
 
 # Below every logit except -inf. A lane that has seen only -inf computes -inf minus this value, never -inf minus -inf.

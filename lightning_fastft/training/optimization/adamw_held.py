@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.kernels.adamw_step.codes import num_blocks
-from lightning_fastft.kernels.adamw_step.rows import TableRow, local_values
+from lightning_fastft.kernels.adamw_step.rows import TableRow
 from lightning_fastft.training.optimization.adamw_parts import Part, follow_values, make_row, make_table, mark_of
 from lightning_fastft.training.optimization.adamw_shards import Groups, first_element, is_sharded, shard_groups
 from lightning_fastft.training.optimization.adamw_state import (

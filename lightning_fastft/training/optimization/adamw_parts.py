@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_fastft.core.errors import OptionError, ShapeError
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.kernels.adamw_step.op import StepOptions, TensorTable
-from lightning_fastft.kernels.adamw_step.rows import TableRow, local_values
+from lightning_fastft.kernels.adamw_step.rows import TableRow
 from lightning_fastft.training.optimization.adamw_shards import Groups
 from lightning_fastft.training.optimization.adamw_state import ABSMAXS, MASTER, MOMENTS
 from lightning_fastft.training.optimization.host_moments import Piece

@@ -9,7 +9,7 @@ import torch
 
 from lightning_fastft.core.checks import check_float
 from lightning_fastft.core.errors import OptionError, ResumeError
-from lightning_fastft.kernels.adamw_step.rows import local_values
+from lightning_fastft.core.shards import local_values
 from lightning_fastft.training.optimization.adamw_shards import (
     block_shape,
     has_whole_blocks,

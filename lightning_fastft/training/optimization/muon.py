@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fastft.core.checks import check_bool, check_float, check_int
+from lightning_fastft.core.shards import local_values
 
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "foreach")
 # Name of the fp32 copy of a bf16 parameter in its state, as in FusedAdamW.
@@ -193,12 +194,12 @@ def _step_muon(
     for weight, state in zip(weights, states):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
-    momenta = [_to_local(state["momentum_buffer"]) for state in states]
-    torch._foreach_lerp_(momenta, list(map(_to_local, gradients)), 1 - group["momentum"])
-    updates = torch._foreach_lerp(list(map(_to_local, gradients)), momenta, group["momentum"])
+    momenta = [local_values(state["momentum_buffer"]) for state in states]
+    torch._foreach_lerp_(momenta, list(map(local_values, gradients)), 1 - group["momentum"])
+    updates = torch._foreach_lerp(list(map(local_values, gradients)), momenta, group["momentum"])
     update = torch.stack([each.bfloat16() for each in updates])
     directions = _orthogonalise(update, weights[0], num_steps=group["ns_steps"])
-    parts = list(map(_to_local, weights))
+    parts = list(map(local_values, weights))
     torch._foreach_mul_(parts, 1 - group["lr"] * group["weight_decay"])
     rate = group["lr"] * 0.2 * math.sqrt(max(weights[0].shape[-2:]))
     torch._foreach_add_(parts, list(directions.to(parts[0].dtype).unbind()), alpha=-rate)
@@ -236,10 +237,6 @@ def _iterate(matrix_BMN: torch.Tensor, num_steps: int) -> torch.Tensor:
         gram = torch.baddbmm(gram, gram, gram, beta=_COEFFICIENTS[1], alpha=_COEFFICIENTS[2])
         x = torch.baddbmm(x, gram, x, beta=_COEFFICIENTS[0])
     return (x.mT if is_tall else x).contiguous()
-
-
-def _to_local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_matrix(parameter: torch.Tensor) -> bool:
