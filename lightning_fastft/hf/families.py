@@ -50,6 +50,7 @@ FAMILIES = MappingProxyType(
         "olmoe": _PLAIN,
         "deepseek_v3": _WIDE_KEYS,
         "glm4_moe": _PLAIN,
+        "mellum": _PLAIN,
         "granite": _PLAIN,
         "smollm3": _PLAIN,
         # Hybrids: attention and recurrent mixers (hf/mixers.py).

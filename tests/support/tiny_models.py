@@ -113,6 +113,7 @@ TINY = {
             "moe_intermediate_size": 24,
         },
     ),
+    "mellum": ("mellum", {"mlp_layer_types": ["dense", "sparse"], **_EXPERTS, **_MIXED_WINDOWS}),
     "granite": (
         "granite",
         {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
