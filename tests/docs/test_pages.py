@@ -26,6 +26,7 @@ from lightning_fastft.demo.generator import generate_rows
 from lightning_fastft.packing.rows.formats import COLUMNS, TUNERS
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.losses import PREFERENCE_LOSSES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -169,6 +170,11 @@ def test_every_data_format_is_described():
     required = {name: columns for name, (columns, _) in COLUMNS.items() if name not in TUNERS}
     for name, columns in required.items():
         assert any(all(f"`{column}`" in row for column in columns) for row in rows), f"docs/guide.md, Formats: {name}"
+
+
+def test_every_preference_loss_is_described():
+    text = (ROOT / "docs/tuning.md").read_text()
+    assert [loss for loss in PREFERENCE_LOSSES if f'"{loss}"' not in text] == [], "name it in docs/tuning.md, Losses"
 
 
 # Raised, shown or used by Lightning; docs/options.md describes them.
