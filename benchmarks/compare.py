@@ -60,7 +60,7 @@ from benchmarks.ruler.pairs import (
 )
 from benchmarks.ruler.report import read_records
 from benchmarks.ruler.rows import NUM_ROW_STEPS, OPTIMIZERS, ROWS, width_of
-from benchmarks.ruler.systems import OUR_OPTIMIZERS, SYSTEMS, Setting, find_gap, missing_module, settings_of, system_of
+from benchmarks.ruler.systems import OUR_FORMS, SYSTEMS, Setting, find_gap, missing_module, settings_of, system_of
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
 _KEY = ("workload", "system", "mode", "label_share", "optimizer", "half", "repeat")
@@ -363,7 +363,7 @@ class ComparisonRun:
     def _case(self, system: str, mode: str, optimizer_name: str) -> Case:
         """Return the first process of a setting; on a GPU ours has its own optimizer with moments of equal width."""
         optimizer = (
-            OUR_OPTIMIZERS.get(optimizer_name, optimizer_name)
+            OUR_FORMS.get(optimizer_name, optimizer_name)
             if system == "ours" and self.options.device == "cuda"
             else optimizer_name
         )

@@ -31,6 +31,7 @@ from benchmarks.ruler.measure import (
     summarise_ms,
 )
 from benchmarks.ruler.proof import TrainingProof
+from benchmarks.ruler.systems import SYSTEMS
 from benchmarks.ruler.workloads import Pack, Workload, WorkloadFiles
 
 # Above this step time, 10 steps are measured instead of 30.
@@ -65,7 +66,7 @@ class Case:
 
     Args:
         workload: Name of the workload.
-        system: "plain", "ours", "unsloth" or "trl".
+        system: One of ARMS.
         mode: Policy for activations and further parts, for example "recompute" or "keep+liger".
         label_share: Share of tokens that are trained.
         optimizer: One of OUR_OPTIMIZERS; for a peer, one of OPTIMIZERS.
@@ -406,20 +407,8 @@ def reason_without_row(record: dict[str, Any]) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of the system, and the device."""
     packages = {"python": platform.python_version()}
-    for package in (
-        "torch",
-        "transformers",
-        "peft",
-        "bitsandbytes",
-        "lightning",
-        "trl",
-        "unsloth",
-        "liger_kernel",
-        "triton",
-        "nvidia-cudnn-frontend",
-        "fla-core",
-        "lightning_fastft",
-    ):
+    of_systems = (package for system in SYSTEMS.values() for package in system.packages)
+    for package in dict.fromkeys((*of_systems, "lightning", "triton", "nvidia-cudnn-frontend", "fla-core")):
         try:
             packages[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.ruler.cases import OPTIMIZERS, OUR_OPTIMIZERS, Case, CaseLog
 from benchmarks.ruler.flash_attn_stand_in import write_package
 from benchmarks.ruler.report import read_records
+from benchmarks.ruler.systems import ARMS
 from benchmarks.ruler.workloads import WORKLOADS, WorkloadFiles
 
 # Least time to import, load and warm up.
@@ -37,9 +38,9 @@ def parse_arm(text: str, *, template: Case) -> list[Case]:
         [1.0, 0.3]
     """
     system, _, modes = text.partition(":")
-    if system not in ("plain", "ours", "unsloth", "trl") or not modes:
+    if system not in ARMS or not modes:
         raise ValueError(
-            f"An arm is SYSTEM:MODE[@SHARE][/OPTIMIZER][,...] with plain, ours, unsloth or trl; got {text!r}."
+            f"An arm is SYSTEM:MODE[@SHARE][/OPTIMIZER][,...], and SYSTEM is one of {', '.join(ARMS)}; got {text!r}."
         )
     cases = []
     for item in modes.split(","):

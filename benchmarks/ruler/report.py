@@ -10,13 +10,8 @@ from typing import Any
 
 from benchmarks.ruler.cases import REFERENCE_ONLY
 from benchmarks.ruler.judge import Limits
+from benchmarks.ruler.systems import SYSTEMS
 
-_PACKAGES = {
-    "plain": ("torch", "transformers", "peft", "bitsandbytes"),
-    "ours": ("lightning_fastft", "torch", "transformers"),
-    "unsloth": ("unsloth", "trl", "torch", "transformers"),
-    "trl": ("trl", "torch", "transformers", "liger_kernel"),
-}
 _HEADER = (
     "system mode",
     "labels",
@@ -136,9 +131,8 @@ def host_syncs_text(record: dict[str, Any]) -> str:
 def version_text(record: dict[str, Any]) -> str:
     """Return the versions of the libraries that this system uses."""
     versions = record.get("versions", {})
-    packages = [
-        f"{package} {versions[package]}" for package in _PACKAGES.get(record["system"], ()) if package in versions
-    ]
+    used = SYSTEMS[record["system"]].packages
+    packages = [f"{package} {versions[package]}" for package in used if package in versions]
     return "; ".join([*packages, *([f"attention: {record['attention']}"] if record.get("attention") else [])])
 
 

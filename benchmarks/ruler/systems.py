@@ -27,6 +27,7 @@ class System(NamedTuple):
     Args:
         arm: Its arm in benchmarks/ruler/arms; empty if there is none.
         modules: Modules that it imports.
+        packages: Packages whose versions its rows name.
         pip: Command that installs it.
         settings: Its modes on a GPU.
         cpu_settings: Its modes on a CPU.
@@ -37,6 +38,7 @@ class System(NamedTuple):
     arm: str
     modules: tuple[str, ...]
     pip: str
+    packages: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     cpu_settings: tuple[Setting, ...] = ()
     why_no_cpu: str = ""
@@ -55,8 +57,8 @@ class Conflict(NamedTuple):
     why: str
 
 
-# Moments in 8 bits: bitsandbytes' AdamW for peers, FusedAdamW for ours.
-OUR_OPTIMIZERS: Mapping[str, str] = {"adamw_8bit": "adamw_fused_8bit"}
+# Our optimizer for the one of the peers: moments in 8 bits are those of bitsandbytes' AdamW, and FusedAdamW's.
+OUR_FORMS: Mapping[str, str] = {"adamw_8bit": "adamw_fused_8bit"}
 
 # The versions of the measured rows, with which pip was asked to resolve the systems in CONFLICTS:
 # pip install --dry-run --ignore-installed --target none --python-version 3.12 --only-binary=:all: torch==2.11.0 \
@@ -78,6 +80,7 @@ CONFLICTS: Mapping[str, Conflict] = {
 
 # Applies to every loss of trl 1.15; Triton raises "0 active drivers".
 _TRITON_LOSS = "its loss is a Triton kernel"
+_TRL = ("trl", "torch", "transformers", "liger_kernel")
 
 # In the order of the first pass; plain is first, because it writes the reference gradients.
 SYSTEMS: Mapping[str, System] = {
@@ -85,6 +88,7 @@ SYSTEMS: Mapping[str, System] = {
         arm="plain",
         modules=("transformers", "peft"),
         pip="pip install transformers peft bitsandbytes",
+        packages=("torch", "transformers", "peft", "bitsandbytes"),
         settings=(Setting("recompute", is_default=True), Setting("keep"), Setting("keep+liger", needs="liger_kernel")),
         cpu_settings=(Setting("recompute", is_default=True),),
     ),
@@ -92,6 +96,7 @@ SYSTEMS: Mapping[str, System] = {
         arm="ours",
         modules=("lightning_fastft",),
         pip="pip install -e '.[qlora]'",
+        packages=("lightning_fastft", "torch", "transformers"),
         # The last one is that of the shipped configs, which keeps everything if it fits.
         settings=(
             Setting("keep+graphs"),
@@ -105,6 +110,7 @@ SYSTEMS: Mapping[str, System] = {
         arm="unsloth",
         modules=("unsloth", "trl"),
         pip="pip install unsloth",
+        packages=("unsloth", "trl", "torch", "transformers"),
         settings=(Setting("unsloth", is_default=True), Setting("off"), Setting("skip-max")),
         why_no_cpu="its import refuses a machine without a GPU",
     ),
@@ -112,6 +118,7 @@ SYSTEMS: Mapping[str, System] = {
         arm="trl",
         modules=("trl",),
         pip="pip install trl",
+        packages=_TRL,
         settings=(Setting("recompute", is_default=True),),
         why_no_cpu=_TRITON_LOSS,
     ),
@@ -119,6 +126,7 @@ SYSTEMS: Mapping[str, System] = {
         arm="trl",
         modules=("trl", "liger_kernel"),
         pip="pip install trl liger-kernel",
+        packages=_TRL,
         settings=(Setting("recompute+liger", is_default=True), Setting("keep+liger")),
         why_no_cpu=_TRITON_LOSS,
     ),
@@ -127,6 +135,8 @@ SYSTEMS: Mapping[str, System] = {
         for name, conflict in CONFLICTS.items()
     },
 }
+# Modules of benchmarks/ruler/arms that run a system, in the order of SYSTEMS.
+ARMS = tuple(dict.fromkeys(system.arm for system in SYSTEMS.values() if system.arm))
 
 
 def system_of(record: Mapping[str, Any]) -> str:

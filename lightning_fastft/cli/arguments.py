@@ -15,14 +15,15 @@ from lightning_fastft.cli.other_names import advise_value, find_option, hint_arg
 from lightning_fastft.cli.usage import HELP
 from lightning_fastft.core.checks import check_share
 from lightning_fastft.core.errors import DataError, OptionError
+from lightning_fastft.packing.rows.formats import EXTRA_COLUMNS, TOO_LONG
 from lightning_fastft.packing.rows.template_options import check_template_options
 
 COLUMNS_OPTION = "--data.columns."
 # Options of PackedDataModule that its errors advise, as argparse takes them.
 _DATA_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "too_long": {"choices": ("refuse", "truncate", "split")},
+    "too_long": {"choices": TOO_LONG},
     "max_reject_share": {"type": float},
-    "extra_columns": {"choices": ("refuse", "ignore")},
+    "extra_columns": {"choices": EXTRA_COLUMNS},
     "chat_template": {},
     "chat_template_kwargs": {},
     "cache_dir": {},
@@ -139,10 +140,11 @@ def read_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def add_data_options(arguments: Arguments, *, names: Sequence[str]) -> None:
-    """Add options of PackedDataModule; they are None where they are not given."""
-    for name in names:
-        arguments.add_argument(_dashed(name), **_DATA_OPTIONS[name])
+def add_data_options(arguments: Arguments, *, without: Sequence[str] = ()) -> None:
+    """Add the options of PackedDataModule that its errors advise; they are None where they are not given."""
+    for name, form in _DATA_OPTIONS.items():
+        if name not in without:
+            arguments.add_argument(_dashed(name), **form)
 
 
 def read_data_options(given: argparse.Namespace, *, columns: Mapping[str, str]) -> dict[str, Any]:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 _MORE_TOKENS = 16
 # Length of a pack, and rows that are answered at once.
 _MAX_TOKENS, _BATCH_SIZE = 8192, 16
-# Options of PackedDataModule that eval takes.
-_READING = ("too_long", "max_reject_share", "extra_columns", "chat_template", "chat_template_kwargs", "cache_dir")
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -169,7 +167,7 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     add_options(arguments)
     arguments.add_argument("--data", default="")
     arguments.add_argument("--max-tokens", type=int)
-    add_data_options(arguments, names=_READING)
+    add_data_options(arguments)
     arguments.add_argument("--exact-match", action="store_true")
     arguments.add_argument("--batch-size", type=int)
     arguments.add_argument("--limit", type=int)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 _GIB = 2**30
 # Pinned host memory of another machine.
 _ASSUMED_HOST_GIB = 64
-# Options of PackedDataModule that init takes; it chooses max_tokens and too_long itself.
-_READING = ("max_reject_share", "extra_columns", "chat_template", "chat_template_kwargs", "cache_dir")
 
 
 def run_init(words: Sequence[str]) -> int:
@@ -89,7 +87,8 @@ def _parse_args(words: Sequence[str]) -> Namespace:
     arguments.add_argument("--method", choices=("auto", "qlora", "lora", "full"), default="auto")
     arguments.add_argument("--out", type=read_path, default="config.yaml")
     arguments.add_argument("--overwrite", action="store_true")
-    add_data_options(arguments, names=_READING)
+    # It chooses max_tokens and too_long itself.
+    add_data_options(arguments, without=("too_long",))
     given = arguments.read(words)
     given.reading = read_data_options(given, columns=columns)
     check_exists(given.data)

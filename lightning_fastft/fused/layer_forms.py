@@ -132,6 +132,7 @@ LAYERS = MappingProxyType(
         ),
         "CwmDecoderLayer": LayerForm(feed_forward=("CwmMLP",)),
         "Glm4MoeDecoderLayer": LayerForm(feed_forward=("Glm4MoeMLP",)),
+        "MellumDecoderLayer": LayerForm(feed_forward=("MellumMLP",)),
         "MinistralDecoderLayer": LayerForm(feed_forward=("MinistralMLP",)),
         "Ministral3DecoderLayer": LayerForm(
             has_config_window=True, scales_late_queries=True, feed_forward=("Ministral3MLP",)

@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_fastft.core.errors import UnsupportedModelError
 from lightning_fastft.hf.mixers import MIXERS, find_mixers, mixer_family
+from lightning_fastft.hf.sharding.class_names import unsharded_class
 from lightning_fastft.hf.trained_copies import find_copied_mixer
 
 # What to do with a model that cannot be trained on packed documents.
@@ -50,6 +50,7 @@ FAMILIES = MappingProxyType(
         "olmoe": _PLAIN,
         "deepseek_v3": _WIDE_KEYS,
         "glm4_moe": _PLAIN,
+        "mellum": _PLAIN,
         "granite": _PLAIN,
         "smollm3": _PLAIN,
         # Hybrids: attention and recurrent mixers (hf/mixers.py).
@@ -237,7 +238,7 @@ def check_servable(model: PreTrainedModel) -> None:
     reason = find_copied_mixer(find_decoder(model), mixer_family(model)) or _find_obstacle(model)
     if reason:
         raise UnsupportedModelError(
-            f"{own_class(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: "
+            f"{unsharded_class(model).__name__} ({model.config.model_type}) cannot be trained on packed documents: "
             f"{reason}. {ADVICE} Tested families: {', '.join(FAMILIES)}."
         )
 
@@ -288,7 +289,7 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
     """Return an obstacle in the source text of a model; like transformers, read there whether it uses the attention
     interface.
     """
-    kinds = (own_class(module) for module in _text_modules(decoder))
+    kinds = (unsharded_class(module) for module in _text_modules(decoder))
     for name in sorted({kind.__module__ for kind in kinds if "Attention" in kind.__name__}):
         try:
             source = inspect.getsource(sys.modules[name])
@@ -308,11 +309,6 @@ def _find_obstacle_in_source(decoder: nn.Module) -> str:
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return "it takes no position_ids, so documents after the first would get wrong positions"
     return ""
-
-
-def own_class(module: nn.Module) -> type:
-    """Return the class of a module before FSDP2 replaced it by one that is made in torch."""
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def find_indexers(decoder: nn.Module) -> list[nn.Module]:

@@ -357,6 +357,7 @@ def test_every_system_has_one_default_and_modes_that_its_arm_knows():
     from benchmarks.ruler.plans import parse_mode
 
     for name, system in SYSTEMS.items():
+        assert bool(system.packages) == bool(system.arm), f"{name}: its rows name the versions of its packages"
         for settings, has_any in ((system.settings, system.arm), (system.cpu_settings, not system.why_no_cpu)):
             assert sum(setting.is_default for setting in settings) == (1 if system.arm and has_any else 0), name
     for setting in (*SYSTEMS["ours"].settings, *SYSTEMS["ours"].cpu_settings):

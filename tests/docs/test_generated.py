@@ -55,7 +55,7 @@ def test_every_family_with_fused_layers_is_in_the_table(generate):
     # An older transformers has not all of them.
     later = tuple(family for family in families if family not in CONFIG_MAPPING)
     missing = {name for name in LAYERS.keys() - kinds if not name.lower().startswith(later)}
-    assert missing == set(), "add its model_type to MORE_FAMILIES of docs/generate.py"
+    assert missing == set(), "add its model_type to FAMILIES of hf/families.py or to MORE_FAMILIES of docs/generate.py"
 
 
 def test_page_of_options_is_what_signatures_say(generate):
@@ -79,7 +79,21 @@ def test_every_option_of_a_public_class_is_described(generate):
         parameters = list(inspect.signature(value.__init__).parameters.values())[1:]
         named = [option.name for option in parameters if option.kind not in (option.VAR_KEYWORD, option.VAR_POSITIONAL)]
         missing += [f"{name}.{option}" for option in named if option not in meanings]
-    assert missing == []
+    assert missing == [], "describe them under Args in the docstring of the class"
+
+
+def test_every_choice_of_an_option_is_described(generate):
+    rows = re.findall(
+        r"^\| `(\w+)` \| `.*?Literal\[(.*?)\].*?` \| .*? \| (.*) \|$", generate.write_options(), re.MULTILINE
+    )
+    assert len(rows) > 20
+    missing = [
+        f"{option}={choice!r}"
+        for option, choices, meaning in rows
+        for choice in re.findall(r"'([^']*)'", choices)
+        if choice not in meaning
+    ]
+    assert missing == [], "say under Args of the class what they do"
 
 
 @pytest.fixture(scope="module")

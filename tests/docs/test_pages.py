@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
+import lightning_fastft
 from lightning_fastft.cli.command import main
 from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.option_order import check_order
@@ -25,6 +26,7 @@ from lightning_fastft.demo.generator import generate_rows
 from lightning_fastft.packing.rows.formats import COLUMNS, TUNERS
 from lightning_fastft.training.datamodule import PackedDataModule
 from lightning_fastft.training.fine_tuner import FineTuner
+from lightning_fastft.training.losses import PREFERENCE_LOSSES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -168,6 +170,21 @@ def test_every_data_format_is_described():
     required = {name: columns for name, (columns, _) in COLUMNS.items() if name not in TUNERS}
     for name, columns in required.items():
         assert any(all(f"`{column}`" in row for column in columns) for row in rows), f"docs/guide.md, Formats: {name}"
+
+
+def test_every_preference_loss_is_described():
+    text = (ROOT / "docs/tuning.md").read_text()
+    assert [loss for loss in PREFERENCE_LOSSES if f'"{loss}"' not in text] == [], "name it in docs/tuning.md, Losses"
+
+
+# Raised, shown or used by Lightning; docs/options.md describes them.
+NOT_CALLED_BY_USERS = {"FastFTError", "Status", "VerifiedCheckpointIO"}
+
+
+def test_every_public_class_is_on_a_page_that_is_written_by_hand():
+    text = "".join(path.read_text() for path in PAGES if path.name != "options.md")
+    missing = {name for name in lightning_fastft.__all__ if not re.search(rf"\b{name}\b", text)}
+    assert missing == NOT_CALLED_BY_USERS, "say on a page, such as docs/guide.md, what it is for"
 
 
 def test_guide_ends_with_a_list_of_all_other_pages():

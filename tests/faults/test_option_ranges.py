@@ -18,6 +18,7 @@ from lightning_fastft import FineTuner, OffloadCheckpointing
 from lightning_fastft.packing.context import BatchContext
 from lightning_fastft.packing.document import Document
 from lightning_fastft.packing.rows.formats import COLUMNS
+from lightning_fastft.training.losses import PREFERENCE_LOSSES
 from tests.support.sizes import sizes
 
 CONFIG = sizes(model_type="qwen3", vocab=64, width=32, inner=32, layers=1, heads=2)
@@ -79,13 +80,22 @@ def number(low, high):
 
 
 def choice(*names):
-    return lambda value: any(
-        value is name or (isinstance(value, str) and isinstance(name, str) and value == name) for name in names
-    )
+    def is_named(value):
+        return any(
+            value is name or (isinstance(value, str) and isinstance(name, str) and value == name) for name in names
+        )
+
+    # Tried in addition to POOL.
+    is_named.names = names
+    return is_named
 
 
 def either(*kinds):
-    return lambda value: any(kind(value) for kind in kinds)
+    def is_any(value):
+        return any(kind(value) for kind in kinds)
+
+    is_any.names = tuple(name for kind in kinds for name in getattr(kind, "names", ()))
+    return is_any
 
 
 def nothing(value):
@@ -125,13 +135,13 @@ tokenizer = either(nothing, text, called)
 LIGHTNINGS_OWN = "Lightning's own"
 strategy = {
     "activations": either(nothing),
-    "attention": choice("auto", "sdpa", "dense", "varlen", "flex", "cudnn", "flash", "eager"),
+    "attention": choice("auto", "tiled", "varlen", "cudnn", "flex", "sdpa", "reference", "one_by_one"),
     "exact_resume": flag,
     **dict.fromkeys(
         ("accelerator", "cluster_environment", "checkpoint_io", "precision_plugin", "kwargs", "timeout"), LIGHTNINGS_OWN
     ),
 }
-size = either(choice("auto"), whole(1, 2**20))
+size = whole(1, 2**20)
 
 TUNER = {
     # A dictionary and a configuration are judged when they are read; here none of either is whole.
@@ -139,7 +149,8 @@ TUNER = {
     "tokenizer": tokenizer,
     "quantization": choice(None, "nf4"),
     "lora": either(nothing, lambda value: value == {}),
-    "init": choice("pretrained", "random"),
+    # A configuration has no weights.
+    "init": choice("random"),
     "dtype": choice("auto", "bfloat16", "float16", "float32"),
     "adapter_dtype": choice("float32", "bfloat16"),
     "master_dtype": choice("auto", "float32", "bfloat16"),
@@ -167,9 +178,10 @@ OPTIONS = {
         **TUNER,
         # Without adapters this loss needs another reference.
         "lora": lambda value: value == {},
-        "loss": choice(
-            "sigmoid", "sigmoid_norm", "hinge", "ipo", "orpo", "simpo", "cpo", "kto", "apo_zero", "apo_down"
-        ),
+        # For full fine-tuning.
+        "master_dtype": choice("auto"),
+        # "robust" needs a label_smoothing.
+        "loss": choice(*(loss for loss in PREFERENCE_LOSSES if loss != "robust")),
         "beta": number(1e-6, 1e3),
         "label_smoothing": number(0, 0.499),
         "sft_weight": either(nothing, weight),
@@ -186,6 +198,8 @@ OPTIONS = {
     },
     "PolicyTuner": {
         **TUNER,
+        # For full fine-tuning.
+        "master_dtype": choice("auto"),
         # Others do not read clip_low and clip_high.
         "loss": choice("grpo", "dapo"),
         "advantage": choice("normalised", "centred", "leave_one_out", "given"),
@@ -274,7 +288,8 @@ OPTIONS = {
     "FastFTDDPStrategy": {**strategy, "context_parallel": size},
     "FastFTFSDPStrategy": {
         **strategy,
-        **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "context_parallel", "expert_parallel"), size),
+        **dict.fromkeys(("data_parallel_size", "tensor_parallel_size"), either(choice("auto"), size)),
+        **dict.fromkeys(("context_parallel", "expert_parallel"), size),
         "adapters": choice("auto", "replicate", "shard"),
         "shard": either(choice("auto", "node"), whole(1, 2**20)),
         "gradient_sync": choice("window", "batch"),
@@ -355,10 +370,10 @@ def option_names(name):
     return [option for option in found if option not in ("self", "needs_reference")]
 
 
-def accepted(make, kind, values=POOL):
+def accepted(make, kind, values=()):
     """The values outside of the range that were taken, and those inside that were not."""
     wrong, missing = [], []
-    for value in values:
+    for value in values or (*POOL, *getattr(kind, "names", ())):
         try:
             make(value)
         # What Python and Lightning say of a wrong type is an answer too.
@@ -385,7 +400,7 @@ def test_every_public_option_has_a_range():
         if item in owners
         or (isinstance(item, type) and issubclass(item, (Callback, Strategy, LightningModule, LightningDataModule)))
     }
-    assert wanted == set(OPTIONS), "write the ranges of a public class in OPTIONS of this file"
+    assert wanted == set(OPTIONS), "write the ranges of the options of a public class in OPTIONS of this file"
     assert public.keys() - wanted <= {*CHECKED_WHEN_USED}
     for name in wanted:
         missing = [option for option in option_names(name) if option not in OPTIONS[name]]

@@ -68,7 +68,9 @@ def test_every_family_of_the_table_is_compared():
     kinds = {type(layer).__name__ for family in FAMILIES for layer in layers_of(build(family, "full"))}
     # tests/fused/test_own_mixers.py and test_hybrid_layers.py compare the others.
     wanted = {name for name, form in LAYERS.items() if not form.has_own_mixer and not form.delta_projections}
-    assert wanted <= kinds, "add a model with these layers to MORE_DENSE of tests/support/tiny_models.py"
+    assert wanted <= kinds, (
+        "add a tiny model with these layers to FAMILIES of tests/support/layer_pairs.py (those of MORE_DENSE are there)"
+    )
     assert kinds <= wanted
 
 

@@ -19,7 +19,7 @@ from tests.support.tiny_models import MOE, MORE_MOE, VOCABULARY, build_tiny
 
 FAMILIES = (*MOE, *MORE_MOE)
 # Families whose loss holds an auxiliary term of the router.
-WITH_AUXILIARY_LOSS = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe", "ernie4_5_moe")
+WITH_AUXILIARY_LOSS = ("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "mellum", "qwen2_moe", "phimoe", "ernie4_5_moe")
 # fp32 sums in another order: two layers deep a few units of 6e-8.
 TOLERANCE = 1e-6
 # Here fp32 loses up to 4e-5 of a gradient in transformers' own code, so ours is judged by the distance of both from

@@ -47,6 +47,7 @@ FAMILIES = {
     ),
     "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE, "head_dim": 8}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
+    "mellum": ("mellum", {}),
     "qwen3_vl": ("qwen3_vl", {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
     "smollm3": ("smollm3", {}),

@@ -1,11 +1,15 @@
-"""The names of the classes that FSDP2 makes for models."""
+"""The classes that FSDP2 makes for modules, and their names."""
 
 from __future__ import annotations
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from lightning_fastft.hf.families import own_class
+
+def unsharded_class(module: nn.Module) -> type:
+    """Return the class of a module before FSDP2 replaced it by one that is made in torch."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def name_class(model: PreTrainedModel) -> None:
@@ -13,7 +17,7 @@ def name_class(model: PreTrainedModel) -> None:
 
     transformers looks up by them what a model records, and under which names its files hold tensors.
     """
-    own = own_class(model)
+    own = unsharded_class(model)
     made = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,

@@ -43,6 +43,9 @@ TUNERS: Mapping[str, str] = {
     "stepwise": "RewardTuner(loss='stepwise')",
     "rollouts": "PolicyTuner",
 }
+# Values of the options of these names.
+TOO_LONG = ("refuse", "truncate", "split")
+EXTRA_COLUMNS = ("refuse", "ignore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +107,8 @@ class FormatOptions:
             )
         check_choice("format", self.format, ("auto", *COLUMNS))
         check_choice("loss_on", self.loss_on, ("completion", "all"))
-        check_choice("too_long", self.too_long, ("refuse", "truncate", "split"))
-        check_choice("extra_columns", self.extra_columns, ("refuse", "ignore"))
+        check_choice("too_long", self.too_long, TOO_LONG)
+        check_choice("extra_columns", self.extra_columns, EXTRA_COLUMNS)
         for name, theirs in (self.columns or {}).items():
             if name not in COLUMN_NAMES:
                 raise OptionError(

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.covering
 # Families whose files hold an expert or a product in tensors of its own, and the model holds one for all.
 CONVERTED = {
     "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "lara_mini",
-    "olmo_hybrid", "kimi_linear", "bailing_hybrid", "nemotron_h_hybrid", "jamba", "qwen3_vl_moe",
+    "mellum", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "nemotron_h_hybrid", "jamba", "qwen3_vl_moe",
 }  # fmt: skip
 
 
@@ -40,7 +40,8 @@ def check(source, *, has_conversions=True, **options):
     with rank_of_two(1) as mesh:
         model, filler = build_pieces(source, mesh, dtype=torch.bfloat16, **options)
         assert filler is not None
-        assert any(read._converter is not None for read in filler.reads.values()) == has_conversions
+        found = any(read._converter is not None for read in filler.reads.values())
+        assert found == has_conversions, "CONVERTED of this file names the families whose files are converted"
         assert not filler._made
         check_pieces(model, build_whole(source, dtype=torch.bfloat16, lora=options.get("lora")), rank=1)
 

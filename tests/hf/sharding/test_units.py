@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import CONFIG_MAPPING
 
 from lightning_fastft.core.errors import DataError, UnsupportedModelError
 from lightning_fastft.hf.families import check_servable, decoder_layers
@@ -123,8 +122,7 @@ def test_every_family_is_built_in_pieces(family):
         assert all(isinstance(layer, FSDPModule) for layer in decoder_layers(model))
 
 
-# transformers 5.17 has no lfm3 and no bailing_hybrid, 5.23 no lara_mini.
-@pytest.mark.parametrize("family", [name for name, (kind, _) in HYBRIDS.items() if kind in CONFIG_MAPPING])
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_every_hybrid_is_packed_in_pieces(family):
     """FSDP2 replaces the classes of decoder layers, whose source says how they attend."""
     with rank_of_two(0) as mesh:

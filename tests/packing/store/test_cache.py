@@ -281,6 +281,16 @@ def test_fingerprint_follows_rows_options_and_tokenizer(tmp_path):
     assert len({first, *others}) == 6
 
 
+def test_a_new_option_at_its_default_keeps_the_fingerprint():
+    assert (
+        tokenize_ids([{"input_ids": [1, 2, 3]}]).fingerprint
+        == "6d1073dde9344c5515aae2df141c9008427084545a9cf632368372904034ca7a"
+    ), (
+        "all data would be tokenised again: remove a new option at its default in _fingerprint of packing/store/cache.py; "
+        "if rows do give other tokens, increase _FINGERPRINT_VERSION and change this digest"
+    )
+
+
 class WordTokenizer(PreTrainedTokenizer):
     """Words of a list; a tokenizer in Python, as remote code is."""
 
