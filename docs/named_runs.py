@@ -84,7 +84,7 @@ NAMED_RUNS = {
     "32b-full": NamedRun("qwen3-32b-qlora", ("ours full fsdp x4",)),
     "32b-one-gpu": NamedRun(
         "qwen3-32b",
-        ("ours recompute+fused, moments in 8 bits, 100 % of the moments on the host, stochastic rounding",),
+        ("ours auto+fused, moments in 8 bits, 100 % of the moments on the host, stochastic rounding",),
     ),
     "70b": NamedRun("llama-3.3-70b-qlora", ("ours auto=130:16+fused",)),
     "70b-fp8": NamedRun("llama-3.3-70b-qlora", ("ours auto=130:16+fused+fp8",)),

@@ -258,10 +258,6 @@ AIMS = (
         "gpt-oss-20b LoRA, 12 layers", "60,000 tokens/s", "gpt-oss", "ours keep+fused", "tokens",
         "Half of the step is products of experts, whose last tiles are partly empty: an expert gets few rows.",
     ),
-    Aim(
-        "Qwen3-32B, every weight", "135 GiB reserved", "32b-one-gpu", "", "reserved",
-        "Allocated memory is below the aim; the caching allocator keeps what a step frees.",
-    ),
 )  # fmt: skip
 
 
