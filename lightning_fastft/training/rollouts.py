@@ -31,6 +31,7 @@ from lightning_fastft.training.data.rollouts import (
     PROMPT,
     encode_given,
     encode_prompt_ids,
+    find_end_ids,
     read_prompts,
     require_end_ids,
 )
@@ -46,15 +47,11 @@ from lightning_fastft.training.data.rounds import (
     pack_round,
     weigh_rollouts,
 )
-from lightning_fastft.training.data.sampled import (
-    check_columns,
-    check_groups,
-    check_reward_weights,
-    judge,
-    make_rollouts,
-)
+from lightning_fastft.training.data.sampled import check_columns, check_reward_weights, judge, make_rollouts
 from lightning_fastft.training.data.subsets import can_share_prompts
+from lightning_fastft.training.data.tools import Tools, check_tools
 from lightning_fastft.training.data.trainer_facts import check_rollout_run, has_trained
+from lightning_fastft.training.data.turns import sample_turns
 from lightning_fastft.training.samplers import (
     FunctionSampler,
     Sampled,
@@ -72,6 +69,7 @@ __all__ = ["FunctionSampler", "RolloutDataModule", "Sampled", "VllmSampler", "sa
 # Settings of the sampling in checkpoints.
 _SETTINGS = (
     "num_completions", "max_new_tokens", "temperature", "sampling_options", "sampled_share", "mask_truncated",
+    "max_tool_turns",
 )  # fmt: skip
 
 
@@ -88,17 +86,22 @@ class RolloutDataModule(RecordedDataModule):
             "tools" and "chat_template_kwargs"): a file, a folder, a data set or a list of rows, as in
             ``PackedDataModule``. All columns except "prompt" are passed to the rewards.
         rewards: A function or several, whose numbers are added; called with the keywords of TRL's reward functions:
-            prompts, completions (texts), one list for each other column of the rows, and completion_ids (lists of
-            token ids) if the function takes it. Returns for each completion a finite number, or None where the
-            function does not apply. A completion without any number is left out. None for a DistillationTuner.
+            prompts, completions (texts), one list for each other column of the rows, and if the function takes them
+            completion_ids (lists of token ids) and, with tools, completion_messages (lists of messages). Returns for
+            each completion a finite number, or None where the function does not apply. A completion without any number
+            is left out. None for a DistillationTuner.
         reward_weights: Factor of each reward function; 1 by default.
+        tools: A function or several that completions may call, each with a docstring and types of its arguments. The
+            chat template shows them to the model, unless a row has a column "tools". The model reads their results,
+            which are not trained. Only for prompts of messages.
+        max_tool_turns: Most turns of a completion whose calls are answered; None for as many as max_new_tokens holds.
         sampler: Samples the completions; ``sample_with_model``, a ``VllmSampler``, a ``FunctionSampler`` of your own
             function, or a function like ``sample_with_model``.
         sampled_share: Share of prompts whose completions are sampled, drawn anew in each round (lmbda of GKD). The
             others get the completion of their row (column "completion"). Below 1 only without rewards.
         num_completions: Sampled completions of each prompt: the size of a group; at least 2 with rewards.
         prompts_per_round: Prompts of a round, on all ranks together.
-        max_new_tokens: Most tokens of a completion.
+        max_new_tokens: Most tokens of a completion, with the results of its tools.
         temperature: Temperature of the sampling; that of a PolicyTuner must be the same.
         sampling_options: "top_p", "top_k", "min_p" and "repetition_penalty" of the sampling, as in transformers and
             vLLM; by default none. Log-probabilities of a PolicyTuner are without them, as in TRL.
@@ -122,6 +125,8 @@ class RolloutDataModule(RecordedDataModule):
         *,
         rewards: Callable[..., Any] | list[Callable[..., Any]] | None = None,
         reward_weights: list[float] | None = None,
+        tools: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        max_tool_turns: int | None = None,
         sampler: Callable[..., Any] = sample_with_model,
         sampled_share: float = 1.0,
         num_completions: int = 8,
@@ -146,6 +151,10 @@ class RolloutDataModule(RecordedDataModule):
         if is_empty or not all(map(callable, self.rewards)) or not callable(sampler):
             raise OptionError("rewards must be a function or a list of functions, and sampler a function.")
         self.reward_weights = check_reward_weights(reward_weights, num_rewards=len(self.rewards))
+        self.tools = check_tools(tools)
+        self.max_tool_turns = max_tool_turns
+        if max_tool_turns is not None:
+            check_int("max_tool_turns", max_tool_turns, low=1)
         self.sampler = sampler
         self.sampling_options = check_sampling_options(sampling_options, sampler=sampler)
         self.sampled_share = check_share("sampled_share", sampled_share)
@@ -169,6 +178,7 @@ class RolloutDataModule(RecordedDataModule):
         self._rows: list[dict[str, Any]] = []
         self._columns: tuple[str, ...] = ()
         self._prompt_ids: list[list[int]] = []
+        self._callable: Tools | None = None
         # The token that ends completions, if generation does not stop there.
         self.answer_end: int | None = None
         # The rows' own completions behind their prompts; empty if all are sampled.
@@ -204,9 +214,14 @@ class RolloutDataModule(RecordedDataModule):
             tuner.tokenizer, options=format_options, vocab_size=tuner.vocab_size, stop_ids=tuner.stop_ids
         )
         self._rows, places = read_prompts(self._source)
-        self._prompt_ids = [encode_prompt_ids(formatter, row, place=place) for row, place in zip(self._rows, places)]
         find_end = find_text_end if self.is_plain else find_answer_end
         self.answer_end = find_end(tuner.tokenizer, options=format_options, stop_ids=tuner.stop_ids or ())
+        shown = self._rows
+        if self.tools:
+            end_ids = [*find_end_ids(tuner), *([] if self.answer_end is None else [self.answer_end])]
+            self._callable = Tools(self.tools, formatter=formatter, tokenizer=tuner.tokenizer, end_ids=end_ids)
+            shown = [self._callable.describe(row) for row in self._rows]
+        self._prompt_ids = [encode_prompt_ids(formatter, row, place=place) for row, place in zip(shown, places)]
         # A row may lack a column that others have.
         self._columns = tuple(dict.fromkeys(name for row in self._rows for name in row if name != PROMPT))
         if self.rewards:
@@ -299,18 +314,15 @@ class RolloutDataModule(RecordedDataModule):
             return []
         tuner = self._tuner()
         prompts = [self._prompt_ids[index] for index in chosen]
-        groups = self.sampler(
-            tuner, prompts, num_completions=self.num_completions, max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature, seed=seed, **self.sampling_options,
-        )  # fmt: skip
-        check_groups(
-            groups, num_prompts=len(prompts), num_completions=self.num_completions, max_new_tokens=self.max_new_tokens,
-            vocab_size=tuner.vocab_size,
-        )  # fmt: skip
         rows = [self._rows[index] for index in chosen]
+        groups, messages = sample_turns(
+            self.sampler, tuner, prompts, rows, tools=self._callable, max_tool_turns=self.max_tool_turns,
+            num_completions=self.num_completions, max_new_tokens=self.max_new_tokens, temperature=self.temperature,
+            seed=seed, **self.sampling_options,
+        )  # fmt: skip
         rewards = judge(
             rows, groups, rewards=self.rewards, weights=self.reward_weights, columns=self._columns,
-            tokenizer=tuner.tokenizer,
+            tokenizer=tuner.tokenizer, messages=messages,
         )  # fmt: skip
         sampler_clip = getattr(tuner, "sampler_clip", None)
         end_ids = require_end_ids(tuner) if self.mask_truncated else None

@@ -20,10 +20,18 @@ SAMPLING_OPTIONS = ("top_k", *SAMPLING_LIMITS)
 
 
 class Sampled(NamedTuple):
-    """A completion: token ids, at least one; their log-probabilities under the sampler, or None."""
+    """A completion.
+
+    Args:
+        input_ids: Token ids, at least one.
+        log_probs: Their log-probabilities under the sampler, or None; 0 where another than the model wrote.
+        is_trained: Whether the model wrote each token. Others, such as the results of tools, are read and not trained.
+            None: it wrote all.
+    """
 
     input_ids: list[int]
     log_probs: list[float] | None = None
+    is_trained: list[bool] | None = None
 
 
 def check_sampling_options(options: Mapping[str, Any] | None, *, sampler: Callable[..., Any]) -> dict[str, Any]:

@@ -237,6 +237,9 @@ OPTIONS = {
         "prompts": lambda value: value is not None and rows(value),
         "rewards": either(nothing, called),
         "reward_weights": either(nothing, lambda value: isinstance(value, (list, tuple)) and not value),
+        # A function without a description is refused, and none here has one.
+        "tools": either(nothing, lambda value: isinstance(value, (list, tuple)) and not value),
+        "max_tool_turns": either(nothing, whole(1)),
         "sampler": called,
         "sampled_share": share,
         **dict.fromkeys(("num_completions", "prompts_per_round", "max_new_tokens"), whole(1)),

@@ -36,16 +36,17 @@ def make_rollout(
         end_ids: Tokens that end texts. A completion that ends with another one has no labels. None: all have labels.
 
     Raises:
-        DataError: A completion is empty, or its log-probabilities have another length.
+        DataError: A completion is empty, or its log-probabilities or its is_trained have another length.
     """
     for number, sampled in enumerate(group):
         if not sampled.input_ids:
             raise DataError(f"The sampler returned completion {number} without a token.")
-        if sampled.log_probs is not None and len(sampled.log_probs) != len(sampled.input_ids):
-            raise DataError(
-                f"The sampler returned {len(sampled.log_probs)} log-probabilities for the {len(sampled.input_ids)} "
-                f"tokens of completion {number}."
-            )
+        for what, values in (("log-probabilities", sampled.log_probs), ("flags in is_trained", sampled.is_trained)):
+            if values is not None and len(values) != len(sampled.input_ids):
+                raise DataError(
+                    f"The sampler returned {len(values)} {what} for the {len(sampled.input_ids)} tokens of completion "
+                    f"{number}."
+                )
     completions = [token for sampled in group for token in sampled.input_ids]
     input_ids = np.array([*prompt, *completions], dtype=np.int64)
     labels = input_ids.copy()
@@ -55,6 +56,8 @@ def make_rollout(
         begin, end = end, end + len(sampled.input_ids)
         if end_ids is not None and sampled.input_ids[-1] not in end_ids:
             labels[begin:end] = IGNORED_LABEL
+        elif sampled.is_trained is not None:
+            labels[begin:end][~np.array(sampled.is_trained, dtype=bool)] = IGNORED_LABEL
     log_probs = None
     if all(sampled.log_probs is not None for sampled in group):
         known = [value for sampled in group for value in sampled.log_probs or ()]

@@ -19,7 +19,7 @@ from lightning_fastft.training.data.rollouts import PROMPT, make_rollout
 from lightning_fastft.training.samplers import Sampled, takes_keyword
 
 # Keywords of reward functions beside the columns of the rows.
-PROMPTS, COMPLETIONS, COMPLETION_IDS = "prompts", "completions", "completion_ids"
+PROMPTS, COMPLETIONS, COMPLETION_IDS, MESSAGES = "prompts", "completions", "completion_ids", "completion_messages"
 
 
 def check_columns(columns: Sequence[str]) -> None:
@@ -28,7 +28,7 @@ def check_columns(columns: Sequence[str]) -> None:
     Raises:
         DataError: One has.
     """
-    taken = [name for name in (PROMPTS, COMPLETIONS, COMPLETION_IDS) if name in columns]
+    taken = [name for name in (PROMPTS, COMPLETIONS, COMPLETION_IDS, MESSAGES) if name in columns]
     if taken:
         raise DataError(
             f"The rows have the column {taken[0]!r}. Reward functions get the columns of the rows by name, and "
@@ -86,12 +86,13 @@ def judge(
     weights: Sequence[float] | None = None,
     columns: Sequence[str],
     tokenizer: Any,
+    messages: Sequence[Sequence[list[dict[str, Any]]]] | None = None,
 ) -> list[list[float | None]]:
     """Return the weighted sum of the rewards of each group's completions; 0 without reward functions.
 
     A function that returns None for a completion does not count for it; a completion for which all do has None. Rows
     without one of the columns have None in it. A function that takes ``completion_ids`` also gets the token ids of each
-    completion.
+    completion, and one that takes ``completion_messages`` its turns, if there are tools.
 
     Raises:
         DataError: A reward function returned another count, or values that are neither finite numbers nor None.
@@ -102,9 +103,12 @@ def judge(
     repeated = [row for row, group in zip(rows, groups) for _ in group]
     lists = {name: [row.get(name) for row in repeated] for name in columns}
     ids = [list(sampled.input_ids) for group in groups for sampled in group]
+    offered: dict[str, list[Any]] = {COMPLETION_IDS: ids}
+    if messages is not None:
+        offered[MESSAGES] = [turns for group in messages for turns in group]
     total_C, is_judged_C = np.zeros(len(texts)), np.zeros(len(texts), dtype=bool)
     for reward, weight in zip(rewards, weights or [1.0] * len(rewards)):
-        more = {COMPLETION_IDS: ids} if takes_keyword(reward, COMPLETION_IDS) else {}
+        more = {name: values for name, values in offered.items() if takes_keyword(reward, name)}
         found = reward(prompts=[row[PROMPT] for row in repeated], completions=texts, **more, **lists)
         values_C, applies_C = _read_rewards(found, texts, name=getattr(reward, "__name__", type(reward).__name__))
         total_C += weight * values_C
