@@ -82,6 +82,7 @@ _OPTIONS: Mapping[str, str] = {
     "reward_funcs": "data.rewards",
     "num_generations": "data.num_completions",
     "max_completion_length": "data.max_new_tokens",
+    "max_tool_calling_iterations": "data.max_tool_turns",
     "lmbda": "data.sampled_share",
     **{name: f"data.sampling_options.{name}" for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
     "dataset_num_proc": "data.num_proc",
