@@ -65,6 +65,7 @@ _SYNTAXES: tuple[dict[str, Any], ...] = (
             ),
             "close_pattern": r"<\|call\|>", "repeats": True, "content": "json", "transform": _FUNCTION,
         },
+        "content": {"open": "<|channel|>final<|message|>"},
     },
 )  # fmt: skip
 # In no text, so that all of the prefix that is given belongs to the turn.
@@ -99,16 +100,16 @@ def known_syntaxes(end_texts: Sequence[str]) -> list[dict[str, Any]]:
     """
     ends = "|".join(map(_escape, end_texts))
     content = {"close_pattern": rf"(?:{ends})\s*", "content": "text"}
+    shared = {"start_anchor": _NO_ANCHOR, "defaults": {"role": "assistant"}}
     return [
-        {"start_anchor": _NO_ANCHOR, "defaults": {"role": "assistant"}, "fields": {**fields, "content": content}}
-        for fields in _SYNTAXES
+        {**shared, "fields": {**fields, "content": {**content, **fields.get("content", {})}}} for fields in _SYNTAXES
     ]
 
 
 def read_turn(
     tokenizer: Any, ids: Sequence[int], *, prompt: Sequence[int], syntax: dict[str, Any], tools: list[Any]
 ) -> dict[str, Any] | None:
-    """Return a turn as a message of a chat; None if it is malformed.
+    """Return a turn as a message of a chat; None if it is empty or malformed.
 
     Args:
         tokenizer: Decodes it.
@@ -120,6 +121,8 @@ def read_turn(
     Source:
         PreTrainedTokenizerBase.parse_response of transformers.
     """
+    if not ids:
+        return None
     prefix: str | list[int] = list(prompt)
     if syntax.get("start_anchor") == _NO_ANCHOR:
         # The prompt of a turn may begin its reasoning.

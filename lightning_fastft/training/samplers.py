@@ -246,7 +246,7 @@ class FunctionSampler:
     Example:
         >>> sampler = FunctionSampler(lambda prompts: [[len(prompt), 1] for prompt in prompts])
         >>> sampler(None, [[5, 6]], num_completions=1, max_new_tokens=2, temperature=1.0, seed=0)
-        [[Sampled(input_ids=[2, 1], log_probs=None)]]
+        [[Sampled(input_ids=[2, 1], log_probs=None, is_trained=None)]]
     """
 
     def __init__(self, generate: Callable[..., Sequence[Sequence[int]]]) -> None:

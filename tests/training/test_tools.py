@@ -88,7 +88,10 @@ WRITTEN = {
         [("add", {"a": 7})],
     ),
 }
-PLAIN = {"gptoss": "<|channel|>final<|message|>No { city.<|return|>"}
+PLAIN = {
+    "gptoss": "<|channel|>final<|message|>No { city.<|return|>",
+    "qwen3_5_think": "</think>No { city.<|im_end|>",
+}
 ROW = {"prompt": [{"role": "user", "content": "two plus two"}]}
 
 
@@ -124,9 +127,12 @@ def test_calls_are_read_as_a_family_writes_them(family):
         assert message["reasoning_content"].strip() == "A city."
     plain = PLAIN.get(family, f"No {{ city.{ENDS[family][0]}")
     message = tools.read(encode(tokenizer, plain), prompt=prompt, row=ROW)
-    assert message["role"] == "assistant"
-    assert "No { city." in message["content"]
-    assert "tool_calls" not in message
+    assert message == {"role": "assistant", "content": "No { city."}
+    if "</think>" in text:
+        begun = "" if family == "qwen3_5_think" else "<think>"
+        ids = encode(tokenizer, f"{begun}So.</think>four{ENDS[family][0]}")
+        message = tools.read(ids, prompt=prompt, row=ROW)
+        assert message == {"role": "assistant", "content": "four", "reasoning_content": "So."}
 
 
 @pytest.mark.parametrize("family", ENDS)
@@ -166,6 +172,14 @@ def test_the_options_of_a_row_are_those_of_its_later_turns():
     results = tools.answer({"tool_calls": [call("add", {"a": 3})]})
     row = {**ROW, "chat_template_kwargs": {"enable_thinking": False}}
     assert tokenizer.decode(tools.encode(results, row=row)).endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_half_a_surrogate_pair_in_a_call_is_answered():
+    tools, tokenizer, _ = make_tools("qwen3")
+    results = tools.answer({"tool_calls": [call("describe", {"city": "\ud800"}), call("\udc00", {})]})
+    text = tokenizer.decode(tools.encode(results, row=ROW))
+    assert '{"city": "?", "deep": null}' in text
+    assert "Tool ? not found." in text
 
 
 @pytest.mark.parametrize(

@@ -88,19 +88,20 @@ class Tools:
         return bool(ids) and ids[-1] in self._end_ids
 
     def read(self, ids: Sequence[int], *, prompt: Sequence[int], row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a turn as a message; with tool_calls if it calls tools, and as text alone if it cannot be read."""
-        text = {"role": "assistant", "content": self._tokenizer.decode(list(ids), skip_special_tokens=True)}
+        """Return a turn as a message, with its reasoning and tool_calls apart; as text alone if it cannot be read."""
         found = read_turn(self._tokenizer, ids, prompt=prompt, syntax=self._syntax, tools=self.describe(row)[TOOLS])
-        if not found or not found.get("tool_calls"):
-            return text
+        if found is None:
+            found = {"content": self._tokenizer.decode(list(ids), skip_special_tokens=True)}
         return {"role": "assistant", "content": "", **{name: value for name, value in found.items() if value}}
 
     def answer(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Call the tools of a turn, one after the other, and return a message for each result."""
         results = []
         for number, call in enumerate(message["tool_calls"]):
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            content = self._call(name, arguments)
+            name = call["function"]["name"]
+            content = self._call(name, call["function"]["arguments"])
+            # JSON of the model may hold half a surrogate pair, which no tokenizer takes.
+            name, content = (text.encode(errors="replace").decode() for text in (name, content))
             results.append({"role": "tool", "name": name, "tool_call_id": _call_id(number), "content": content})
         return results
 
