@@ -123,9 +123,10 @@ class RolloutDataModule(RecordedDataModule):
         self,
         prompts: str | list[str] | list[dict[str, Any]] | Any,
         *,
-        rewards: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        # Lists first: jsonargparse saves a list of functions by the first type that takes one.
+        rewards: list[Callable[..., Any]] | Callable[..., Any] | None = None,
         reward_weights: list[float] | None = None,
-        tools: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        tools: list[Callable[..., Any]] | Callable[..., Any] | None = None,
         max_tool_turns: int | None = None,
         sampler: Callable[..., Any] = sample_with_model,
         sampled_share: float = 1.0,

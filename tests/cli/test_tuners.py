@@ -14,7 +14,20 @@ from lightning_fastft.cli.lightning_cli import FastFTCLI
 from lightning_fastft.cli.words import CONFIG_FOLDER
 
 TINY = ["--trainer.accelerator", "cpu", "--trainer.logger", "false"]
-HELPFUL = "def shorter(prompts, completions, **columns):\n    return [-float(len(text)) for text in completions]\n"
+HELPFUL = '''
+def shorter(prompts, completions, **columns):
+    return [-float(len(text)) for text in completions]
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a + b
+'''
 CONFIGS = {
     "dpo_qwen3_8b": PreferenceTuner,
     "orpo_qwen3_8b": PreferenceTuner,
@@ -75,15 +88,29 @@ def test_a_tuner_is_named_without_a_config(rows, model, capsys):
     assert tuner.loss == "simpo"
 
 
-def test_a_reward_function_needs_permission_on_the_command_line(rows, model, answer):
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("rewards", "tuner_rewards.shorter"), ("rewards", ["tuner_rewards.shorter"]), ("tools", ["tuner_rewards.add"])],
+)
+def test_a_function_in_a_config_needs_permission_on_the_command_line(option, value, rows, model, answer):
     content = yaml.safe_load((CONFIG_FOLDER / "grpo_qwen3_0.6b.yaml").read_text())
-    content["data"]["init_args"]["rewards"] = "tuner_rewards.shorter"
+    content["data"]["init_args"][option] = value
     (rows / "own.yaml").write_text(yaml.safe_dump(content))
     words = ["fit", "--config", "own.yaml", "--model.model", model, *TINY, "--trainer.max_steps", "1"]
     status, text = answer(words)
     assert status == 2
-    assert "'tuner_rewards.shorter'" in text
+    assert f"{value if isinstance(value, str) else value[0]!r}" in text
     assert "--allow-import tuner_rewards" in text
+
+
+def test_lists_of_functions_are_saved_with_a_run(rows, model):
+    words = [*words_for("grpo_qwen3_0.6b", model)[:-1], "tuner_rewards.shorter"]
+    words[words.index("--data.rewards")] = "--data.rewards+"
+    command = FastFTCLI([*words, "--data.tools+", "tuner_rewards.add"], run=False)
+    saved = yaml.safe_load(command.parser.dump(command.config))["data"]["init_args"]
+    assert saved["rewards"] == ["tuner_rewards.shorter"]
+    assert saved["tools"] == ["tuner_rewards.add"]
+    assert list(command.datamodule.tools) == ["add"]
 
 
 def test_reward_that_is_not_there_answers_with_what_to_give(rows, model, answer):
