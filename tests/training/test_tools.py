@@ -15,7 +15,7 @@ from lightning_fastft.packing.rows.formats import FormatOptions
 from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.data.rollouts import make_rollout
-from lightning_fastft.training.data.sampled import judge
+from lightning_fastft.training.data.sampled import check_columns, judge
 from lightning_fastft.training.data.tools import Tools, check_tools
 from lightning_fastft.training.data.turns import sample_turns
 from lightning_fastft.training.policy import PolicyTuner
@@ -302,13 +302,51 @@ def test_results_that_leave_no_room_are_left_out_and_a_last_turn_is_cut():
     )
     assert sampled.input_ids == own
     assert [message["role"] for message in messages] == ["assistant"]
-    # The turns of one request have the room of the longest.
-    longest = f"two plus two plus two {CALL}"
-    script = Script(tokenizer, [CALL, longest], ["seven<|im_end|>"])
-    ((sampled, longer),), _ = sample(script, tools, prompt, max_new_tokens=size + 4)
-    assert script.asked[1][2] == 4
-    assert sampled.input_ids == own + results + encode(tokenizer, "seven<|im_end|>")[:4]
-    assert longer.input_ids == encode(tokenizer, longest)
+    # The turns of one request have the room of the shortest completion, and are cut at their own.
+    longer = f"two {CALL}"
+    room, last = 4, encode(tokenizer, "seven<|im_end|>")
+    length = len(encode(tokenizer, longer)) + len(results) + room
+    script = Script(tokenizer, [CALL, longer], ["seven<|im_end|>"] * 2)
+    ((short, cut),), ((_, messages),) = sample(script, tools, prompt, max_new_tokens=length)
+    assert script.asked[1][2] == length - size > room
+    assert short.input_ids == own + results + last[: length - size]
+    assert cut.input_ids == encode(tokenizer, longer) + results + last[:room]
+    assert len(cut.log_probs) == len(cut.is_trained) == length
+    assert messages[-1]["content"] == tokenizer.decode(last[:room])
+
+
+def test_what_a_sampler_says_of_its_tokens_stays():
+    tools, tokenizer, formatter = make_tools("qwen3")
+    prompt, own, last = prompt_of(tools, formatter), encode(tokenizer, CALL), encode(tokenizer, "seven<|im_end|>")
+    results = tools.encode(tools.answer({"tool_calls": [call("add", {"a": 3, "b": 4})]}), row=ROW)
+    turns = iter([
+        Sampled(own, None, [number > 0 for number in range(len(own))]),
+        Sampled(last, [-1.0] * len(last), [number > 1 for number in range(len(last))]),
+    ])  # fmt: skip
+
+    def sampler(tuner, prompts, *, max_new_tokens, **options):
+        return [[Sampled(*(value and value[:max_new_tokens] for value in next(turns)))]]
+
+    length = len(own) + len(results) + 3
+    ((sampled,),), _ = sample_turns(
+        sampler, Script(tokenizer), [prompt], [ROW], tools=tools, max_tool_turns=None, num_completions=1, max_new_tokens=length, seed=5,
+    )  # fmt: skip
+    assert sampled.is_trained == [False] + [True] * (len(own) - 1) + [False] * (len(results) + 2) + [True]
+    # The log-probabilities of the first turn are not known.
+    assert sampled.log_probs is None
+
+
+def test_descriptions_of_a_row_are_shown_in_place_of_the_functions():
+    tools, tokenizer, _ = make_tools("qwen3")
+    other = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}]
+    assert tools.describe({**ROW, "tools": other})["tools"] == other
+    assert [tool["function"]["name"] for tool in tools.describe({**ROW, "tools": None})["tools"]] == ["add", "describe"]
+    ids = tools.encode(tools.answer({"tool_calls": [call("add", {"a": 1})] * 2}), row={**ROW, "tools": other})
+    assert tokenizer.decode(ids).count("<tool_response>") == 2
+    assert [result["tool_call_id"] for result in tools.answer({"tool_calls": [call("add", {"a": 1})] * 2})] == [
+        "call00000",
+        "call00001",
+    ]
 
 
 def test_a_turn_that_was_cut_off_calls_nothing():
@@ -329,6 +367,11 @@ def test_tokens_that_another_wrote_have_no_labels():
     assert masked == [IGNORED_LABEL] * 4 + labels[4:]
     with pytest.raises(DataError, match=r"2 flags in is_trained for the 3 tokens of completion 0"):
         make_rollout([4], [Sampled([5, 6, 7], None, [True, False])], (0.0,))
+
+
+def test_a_column_with_the_name_of_the_turns_is_refused():
+    with pytest.raises(DataError, match="the column 'completion_messages'"):
+        check_columns(["answer", "completion_messages"])
 
 
 def test_rewards_get_the_turns_of_a_completion():
@@ -444,6 +487,18 @@ def run_ours(folder, tokenizer, **options):
     )  # fmt: skip
     quiet_trainer(folder, max_steps=1, strategy=FastFTStrategy()).fit(tuner, data)
     return weights_of(tuner.model), asked
+
+
+def test_a_run_answers_at_most_max_tool_turns(tmp_path):
+    tokenizer = family_tokenizer("qwen3")
+    script = Script(tokenizer, [CALL] * 4, [CALL] * 4, [CALL] * 4)
+    tuner = PolicyTuner(make_model(tokenizer), tokenizer=tokenizer, dtype="float32")
+    data = RolloutDataModule(
+        ROWS, rewards=score, tools=add, max_tool_turns=1, sampler=script, num_completions=2, prompts_per_round=2,
+        max_new_tokens=400, max_tokens=8192,
+    )  # fmt: skip
+    quiet_trainer(tmp_path, max_steps=1, strategy=FastFTStrategy()).fit(tuner, data)
+    assert len(script.asked) == 2
 
 
 def test_a_step_with_tools_is_trls(tmp_path, monkeypatch):
