@@ -317,21 +317,24 @@ def test_results_that_leave_no_room_are_left_out_and_a_last_turn_is_cut():
 
 def test_what_a_sampler_says_of_its_tokens_stays():
     tools, tokenizer, formatter = make_tools("qwen3")
-    prompt, own, last = prompt_of(tools, formatter), encode(tokenizer, CALL), encode(tokenizer, "seven<|im_end|>")
+    firsts = [encode(tokenizer, text) for text in (CALL, f"two {CALL}")]
+    last = encode(tokenizer, "seven<|im_end|>")
     results = tools.encode(tools.answer({"tool_calls": [call("add", {"a": 3, "b": 4})]}), row=ROW)
-    turns = iter([
-        Sampled(own, None, [number > 0 for number in range(len(own))]),
-        Sampled(last, [-1.0] * len(last), [number > 1 for number in range(len(last))]),
-    ])  # fmt: skip
 
-    def sampler(tuner, prompts, *, max_new_tokens, **options):
-        return [[Sampled(*(value and value[:max_new_tokens] for value in next(turns)))]]
+    def sampler(tuner, prompts, *, max_new_tokens, num_completions, **options):
+        if num_completions == 2:
+            return [[Sampled(ids, None, [False] + [True] * (len(ids) - 1)) for ids in firsts]]
+        ids = last[:max_new_tokens]
+        return [[Sampled(ids, [-1.0] * len(ids), [False, False] + [True] * (len(ids) - 2))] for _ in prompts]
 
-    length = len(own) + len(results) + 3
-    ((sampled,),), _ = sample_turns(
-        sampler, Script(tokenizer), [prompt], [ROW], tools=tools, max_tool_turns=None, num_completions=1, max_new_tokens=length, seed=5,
+    length = len(firsts[1]) + len(results) + 3
+    ((_, sampled),), _ = sample_turns(
+        sampler, Script(tokenizer), [prompt_of(tools, formatter)], [ROW], tools=tools, max_tool_turns=None,
+        num_completions=2, max_new_tokens=length, seed=5,
     )  # fmt: skip
-    assert sampled.is_trained == [False] + [True] * (len(own) - 1) + [False] * (len(results) + 2) + [True]
+    assert len(sampled.input_ids) == length
+    # The last turn is cut.
+    assert sampled.is_trained == [False] + [True] * (len(firsts[1]) - 1) + [False] * (len(results) + 2) + [True]
     # The log-probabilities of the first turn are not known.
     assert sampled.log_probs is None
 
