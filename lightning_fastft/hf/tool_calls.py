@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,17 @@ from lightning_fastft.core.errors import OptionError
 
 _FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _REASONING = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
+
+
+def _calls_in_tags(open_pattern: str, argument_pattern: str) -> dict[str, Any]:
+    """Return a syntax whose arguments are in tags, as text; their types are those of the tool."""
+    calls = {
+        "open_pattern": open_pattern, "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "xml-inline",
+        "content_args": {"tag_pattern": argument_pattern, "value_parser": {"name": "text"}}, "transform": _FUNCTION,
+    }  # fmt: skip
+    return {"reasoning_content": _REASONING, "tool_calls": calls}
+
+
 # How families write calls: fields of transformers' response templates.
 _SYNTAXES: tuple[dict[str, Any], ...] = (
     # Qwen2.5, Qwen3, Hermes, SmolLM3.
@@ -23,29 +35,15 @@ _SYNTAXES: tuple[dict[str, Any], ...] = (
         },
     },
     # Qwen3-Coder, Qwen3.5.
-    {
-        "reasoning_content": _REASONING,
-        "tool_calls": {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>", "close_pattern": r"</tool_call>\s*",
-            "repeats": True, "content": "xml-inline", "transform": _FUNCTION,
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
-                "value_parser": {"name": "text"},
-            },
-        },
-    },
+    _calls_in_tags(
+        r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+    ),
     # GLM-4.5 and later.
-    {
-        "reasoning_content": _REASONING,
-        "tool_calls": {
-            "open_pattern": r"<tool_call>(?P<name>[^\s<]+)\s*", "close_pattern": r"</tool_call>\s*",
-            "repeats": True, "content": "xml-inline", "transform": _FUNCTION,
-            "content_args": {
-                "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-                "value_parser": {"name": "text"},
-            },
-        },
-    },
+    _calls_in_tags(
+        r"<tool_call>(?P<name>[^\s<]+)\s*",
+        r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    ),
     # Llama 3.1 and later.
     {
         "tool_calls": {
@@ -98,7 +96,7 @@ def known_syntaxes(end_texts: Sequence[str]) -> list[dict[str, Any]]:
     Args:
         end_texts: Texts of the tokens that end a turn.
     """
-    ends = "|".join(map(_escape, end_texts))
+    ends = "|".join(map(re.escape, end_texts))
     content = {"close_pattern": rf"(?:{ends})\s*", "content": "text"}
     shared = {"start_anchor": _NO_ANCHOR, "defaults": {"role": "assistant"}}
     return [
@@ -107,7 +105,7 @@ def known_syntaxes(end_texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def read_turn(
-    tokenizer: Any, ids: Sequence[int], *, prompt: Sequence[int], syntax: dict[str, Any], tools: list[Any]
+    tokenizer: Any, ids: Sequence[int], *, prompt: Sequence[int], syntax: dict[str, Any], tools: list[Any] | None
 ) -> dict[str, Any] | None:
     """Return a turn as a message of a chat; None if it is empty or malformed.
 
@@ -134,7 +132,3 @@ def read_turn(
     except (ValueError, TypeError, KeyError):
         return None
     return found if is_whole else None
-
-
-def _escape(text: str) -> str:
-    return "".join(character if character.isalnum() else f"\\{character}" for character in text)

@@ -49,7 +49,7 @@ from lightning_fastft.training.data.rounds import (
 )
 from lightning_fastft.training.data.sampled import check_columns, check_reward_weights, judge, make_rollouts
 from lightning_fastft.training.data.subsets import can_share_prompts
-from lightning_fastft.training.data.tools import Tools, check_tools
+from lightning_fastft.training.data.tools import Tools, check_tool_functions
 from lightning_fastft.training.data.trainer_facts import check_rollout_run, has_trained
 from lightning_fastft.training.data.turns import sample_turns
 from lightning_fastft.training.samplers import (
@@ -152,10 +152,12 @@ class RolloutDataModule(RecordedDataModule):
         if is_empty or not all(map(callable, self.rewards)) or not callable(sampler):
             raise OptionError("rewards must be a function or a list of functions, and sampler a function.")
         self.reward_weights = check_reward_weights(reward_weights, num_rewards=len(self.rewards))
-        self.tools = check_tools(tools)
-        self.max_tool_turns = max_tool_turns
-        if max_tool_turns is not None:
-            check_int("max_tool_turns", max_tool_turns, low=1)
+        self.tools = check_tool_functions(tools)
+        self.max_tool_turns = None if max_tool_turns is None else check_int("max_tool_turns", max_tool_turns, low=1)
+        if max_tool_turns is not None and not self.tools:
+            raise OptionError(
+                f"max_tool_turns={max_tool_turns} has no effect without tools: give tools, or leave it out."
+            )
         self.sampler = sampler
         self.sampling_options = check_sampling_options(sampling_options, sampler=sampler)
         self.sampled_share = check_share("sampled_share", sampled_share)
@@ -179,7 +181,7 @@ class RolloutDataModule(RecordedDataModule):
         self._rows: list[dict[str, Any]] = []
         self._columns: tuple[str, ...] = ()
         self._prompt_ids: list[list[int]] = []
-        self._callable: Tools | None = None
+        self._tools: Tools | None = None
         # The token that ends completions, if generation does not stop there.
         self.answer_end: int | None = None
         # The rows' own completions behind their prompts; empty if all are sampled.
@@ -220,8 +222,8 @@ class RolloutDataModule(RecordedDataModule):
         shown = self._rows
         if self.tools:
             end_ids = [*find_end_ids(tuner), *([] if self.answer_end is None else [self.answer_end])]
-            self._callable = Tools(self.tools, formatter=formatter, tokenizer=tuner.tokenizer, end_ids=end_ids)
-            shown = [self._callable.describe(row) for row in self._rows]
+            self._tools = Tools(self.tools, formatter=formatter, tokenizer=tuner.tokenizer, end_ids=end_ids)
+            shown = [self._tools.describe(row) for row in self._rows]
         self._prompt_ids = [encode_prompt_ids(formatter, row, place=place) for row, place in zip(shown, places)]
         # A row may lack a column that others have.
         self._columns = tuple(dict.fromkeys(name for row in self._rows for name in row if name != PROMPT))
@@ -317,7 +319,7 @@ class RolloutDataModule(RecordedDataModule):
         prompts = [self._prompt_ids[index] for index in chosen]
         rows = [self._rows[index] for index in chosen]
         groups, messages = sample_turns(
-            self.sampler, tuner, prompts, rows, tools=self._callable, max_tool_turns=self.max_tool_turns,
+            self.sampler, tuner, prompts, rows, tools=self._tools, max_tool_turns=self.max_tool_turns,
             num_completions=self.num_completions, max_new_tokens=self.max_new_tokens, temperature=self.temperature,
             seed=seed, **self.sampling_options,
         )  # fmt: skip

@@ -239,7 +239,8 @@ OPTIONS = {
         "reward_weights": either(nothing, lambda value: isinstance(value, (list, tuple)) and not value),
         # A function without a description is refused, and none here has one.
         "tools": either(nothing, lambda value: isinstance(value, (list, tuple)) and not value),
-        "max_tool_turns": either(nothing, whole(1)),
+        # Read with tools alone.
+        "max_tool_turns": nothing,
         "sampler": called,
         "sampled_share": share,
         **dict.fromkeys(("num_completions", "prompts_per_round", "max_new_tokens"), whole(1)),

@@ -16,7 +16,7 @@ from lightning_fastft.packing.tokens.formatter import Formatter
 from lightning_fastft.strategies.single_device import FastFTStrategy
 from lightning_fastft.training.data.rollouts import make_rollout
 from lightning_fastft.training.data.sampled import check_columns, judge
-from lightning_fastft.training.data.tools import Tools, check_tools
+from lightning_fastft.training.data.tools import Tools, check_tool_functions
 from lightning_fastft.training.data.turns import sample_turns
 from lightning_fastft.training.policy import PolicyTuner
 from lightning_fastft.training.rollouts import RolloutDataModule
@@ -102,7 +102,7 @@ def make_tools(family, *functions, tokenizer=None):
         tokenizer, options=FormatOptions(max_tokens=4096, format="rollouts"), vocab_size=len(tokenizer), stop_ids=ends
     )
     tools = Tools(
-        check_tools(list(functions or (add, describe))), formatter=formatter, tokenizer=tokenizer, end_ids=ends
+        check_tool_functions(list(functions or (add, describe))), formatter=formatter, tokenizer=tokenizer, end_ids=ends
     )
     return tools, tokenizer, formatter
 
@@ -344,7 +344,11 @@ def test_descriptions_of_a_row_are_shown_in_place_of_the_functions():
     other = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}]
     assert tools.describe({**ROW, "tools": other})["tools"] == other
     assert [tool["function"]["name"] for tool in tools.describe({**ROW, "tools": None})["tools"]] == ["add", "describe"]
-    ids = tools.encode(tools.answer({"tool_calls": [call("add", {"a": 1})] * 2}), row={**ROW, "tools": other})
+    # As JSON text too.
+    row = {**ROW, "tools": json.dumps(other)}
+    text = encode(tokenizer, CALL.replace("add", "multiply"))
+    assert tools.read(text, prompt=[], row=row)["tool_calls"][0]["function"]["name"] == "multiply"
+    ids = tools.encode(tools.answer({"tool_calls": [call("add", {"a": 1})] * 2}), row=row)
     assert tokenizer.decode(ids).count("<tool_response>") == 2
     assert [result["tool_call_id"] for result in tools.answer({"tool_calls": [call("add", {"a": 1})] * 2})] == [
         "call00000",
@@ -403,7 +407,12 @@ def test_rewards_get_the_turns_of_a_completion():
 )
 def test_what_is_no_tool_is_refused(tools, message):
     with pytest.raises(OptionError, match=message):
-        check_tools(tools)
+        check_tool_functions(tools)
+
+
+def test_turns_without_tools_are_refused():
+    with pytest.raises(OptionError, match="max_tool_turns=2 has no effect without tools"):
+        RolloutDataModule(ROWS, rewards=score, max_tool_turns=2)
 
 
 def test_a_coroutine_function_is_refused():
@@ -416,7 +425,7 @@ def test_a_coroutine_function_is_refused():
         return a
 
     with pytest.raises(OptionError, match="wait is a coroutine function"):
-        check_tools([wait])
+        check_tool_functions([wait])
 
 
 def test_calls_that_cannot_be_read_are_refused_before_anything_is_sampled():

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_fastft.core.errors import OptionError
 from lightning_fastft.hf.tool_calls import describe_tool, known_syntaxes, read_turn
+from lightning_fastft.packing.rows.messages import check_tools
 from lightning_fastft.packing.rows.rejects import RowRejectedError
 from lightning_fastft.packing.rows.template_options import OPTIONS
 from lightning_fastft.packing.tokens.formatter import Formatter
@@ -24,7 +25,7 @@ def _probe(text: str) -> None:
     """
 
 
-def check_tools(tools: object) -> dict[str, Callable[..., Any]]:
+def check_tool_functions(tools: object) -> dict[str, Callable[..., Any]]:
     """Return tools by their names; empty without any.
 
     Raises:
@@ -89,7 +90,9 @@ class Tools:
 
     def read(self, ids: Sequence[int], *, prompt: Sequence[int], row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a turn as a message, with its reasoning and tool_calls apart; as text alone if it cannot be read."""
-        found = read_turn(self._tokenizer, ids, prompt=prompt, syntax=self._syntax, tools=self.describe(row)[TOOLS])
+        found = read_turn(
+            self._tokenizer, ids, prompt=prompt, syntax=self._syntax, tools=check_tools(self.describe(row)[TOOLS])
+        )
         if found is None:
             found = {"content": self._tokenizer.decode(list(ids), skip_special_tokens=True)}
         return {"role": "assistant", "content": "", **{name: value for name, value in found.items() if value}}
