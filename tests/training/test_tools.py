@@ -344,11 +344,7 @@ def test_descriptions_of_a_row_are_shown_in_place_of_the_functions():
     other = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}]
     assert tools.describe({**ROW, "tools": other})["tools"] == other
     assert [tool["function"]["name"] for tool in tools.describe({**ROW, "tools": None})["tools"]] == ["add", "describe"]
-    # As JSON text too.
-    row = {**ROW, "tools": json.dumps(other)}
-    text = encode(tokenizer, CALL.replace("add", "multiply"))
-    assert tools.read(text, prompt=[], row=row)["tool_calls"][0]["function"]["name"] == "multiply"
-    ids = tools.encode(tools.answer({"tool_calls": [call("add", {"a": 1})] * 2}), row=row)
+    ids = tools.encode(tools.answer({"tool_calls": [call("add", {"a": 1})] * 2}), row={**ROW, "tools": other})
     assert tokenizer.decode(ids).count("<tool_response>") == 2
     assert [result["tool_call_id"] for result in tools.answer({"tool_calls": [call("add", {"a": 1})] * 2})] == [
         "call00000",
@@ -499,6 +495,14 @@ def run_ours(folder, tokenizer, **options):
     )  # fmt: skip
     quiet_trainer(folder, max_steps=1, strategy=FastFTStrategy()).fit(tuner, data)
     return weights_of(tuner.model), asked
+
+
+def test_descriptions_of_a_row_as_json_text_give_arguments_their_types():
+    tools, tokenizer, _ = make_tools("qwen3_5_think")
+    row = {**ROW, "tools": json.dumps(tools.schemas)}
+    text, calls = WRITTEN["qwen3_5_think"]
+    message = tools.read(encode(tokenizer, f"<think>{text}"), prompt=[], row=row)
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]] == calls
 
 
 def test_a_run_answers_at_most_max_tool_turns(tmp_path):
